@@ -1,0 +1,433 @@
+"""Configs: frozen dataclasses, strict TOML in, canonical JSON out, a content hash each.
+
+A TOML file may name a preset where a table is expected (``variant = "w8s8"``, ``base = "tiny-1kv"``); `load_*` resolves the name to a file of
+``configs/``. Unknown keys, wrong types and values out of bounds give one `ConfigError` line that names the field, the bound and the value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import pydantic
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PRESETS = Path(__file__).parent / "configs"
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ConfigError(ValueError):
+    """Bad input from a user: one line that names the field, the bound and the value."""
+
+
+def _require(holds: bool, field: str, bound: str, got: object) -> None:
+    if not holds:
+        raise ConfigError(f"{field} must be {bound}, got {got!r}" if isinstance(got, str) else f"{field} must be {bound}, got {got}")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class VariantConfig:
+    """One way to compress a KV cache. Strategy names (gate, stagger, bypass, coverage) are resolved by `mitigate.registry`.
+
+    Args:
+        compress: False is full attention; every other field must then keep its default.
+        window: tokens pooled into one summary (W).
+        stride: distance between window starts (S), 1 <= S <= W.
+        origin: start of window 0 (o), -W < o <= 0, before any stagger.
+        stagger: how layers shift their grids against each other.
+        gate: which pooling weights are learned: "scalar", "vector", "uniform", "scalar-no-bias", "content".
+        tie: "none"; "gates" (K and V share one gate); "kv" (one summary serves as key and value and is held once).
+        payload: "shared" (the layer's own K/V projection) or "per_offset" (one learned map per offset, started from the layer's).
+        local_window: L, the last L tokens stay exact, the current one included; 1 keeps nothing but the open tail.
+        bypass: which tokens of a window keep their exact KV for good.
+        coverage: regularizer over a set of heads; coverage_weight is its lambda, coverage_threshold the hinge's tau.
+        coverage_scope: the set: "layer" (the heads of each layer by themselves, averaged over layers) or "model" (all heads of all layers).
+        key_norm: where the model's own key norm acts, if it has one: "pooled" (on the pooled key) or "tokens" (on each token's key, before pooling).
+        rope_position: where a summary's key is rotated to: "last_stride" (first token of the window's last S tokens), "window_start", "window_end".
+    """
+
+    compress: bool = True
+    window: int = 8
+    stride: int = 8
+    origin: int = 0
+    stagger: str = "none"
+    gate: str = "scalar"
+    tie: Literal["none", "gates", "kv"] = "none"
+    payload: Literal["shared", "per_offset"] = "shared"
+    local_window: int = 16
+    bypass: str = "none"
+    coverage: str = "none"
+    coverage_weight: float = 0.0
+    coverage_threshold: float = 0.25
+    coverage_scope: Literal["layer", "model"] = "layer"
+    key_norm: Literal["pooled", "tokens"] = "pooled"
+    rope_position: Literal["last_stride", "window_start", "window_end"] = "last_stride"
+
+    def __post_init__(self) -> None:
+        _require(self.window >= 1, "VariantConfig.window", "at least 1", self.window)
+        _require(1 <= self.stride <= self.window, "VariantConfig.stride", f"between 1 and window ({self.window})", self.stride)
+        _require(-self.window < self.origin <= 0, "VariantConfig.origin", f"above -window ({-self.window}) and at most 0", self.origin)
+        _require(self.local_window >= 1, "VariantConfig.local_window", "at least 1 (the current token)", self.local_window)
+        _require(self.coverage_weight >= 0, "VariantConfig.coverage_weight", "at least 0", self.coverage_weight)
+        _require(0 <= self.coverage_threshold <= 1, "VariantConfig.coverage_threshold", "between 0 and 1", self.coverage_threshold)
+        if self.coverage == "none":
+            _require(self.coverage_weight == 0, "VariantConfig.coverage_weight", 'zero while coverage is "none"', self.coverage_weight)
+        if not self.compress:
+            plain = {f.name: f.default for f in dataclasses.fields(self)} | {"compress": False}
+            for name, default in plain.items():
+                _require(getattr(self, name) == default, f"VariantConfig.{name}", f"left at {default!r} while compress is false", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TaskConfig:
+    """Key -> name retrieval. Prompt: BOS, records with filler, SEP, queries; each record is a key directly followed by its name.
+
+    Args:
+        keys, names, filler_tokens: sizes of the three disjoint vocabularies (BOS and SEP besides).
+        records: records per prompt, keys distinct, names drawn freely.
+        queries: queries per prompt, drawn with replacement.
+        filler: filler tokens of an outer-padded prompt.
+        filler_in_sequence: filler tokens of an in-sequence-padded prompt; `period` - 1 of them move the records, the rest mix the gaps.
+    """
+
+    keys: int = 64
+    names: int = 64
+    filler_tokens: int = 8
+    records: int = 32
+    queries: int = 16
+    filler: int = 24
+    filler_in_sequence: int = 36
+
+    def __post_init__(self) -> None:
+        for name in ("keys", "names", "filler_tokens", "records", "queries"):
+            _require(getattr(self, name) >= 1, f"TaskConfig.{name}", "at least 1", getattr(self, name))
+        _require(self.records <= self.keys, "TaskConfig.records", f"at most keys ({self.keys})", self.records)
+        for name in ("filler", "filler_in_sequence"):
+            _require(getattr(self, name) >= 0, f"TaskConfig.{name}", "at least 0", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class BaseConfig:
+    """Where a base model comes from. "tiny" is a Qwen3ForCausalLM trained here on the retrieval task and cached by this config's hash."""
+
+    kind: Literal["tiny"] = "tiny"
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    kv_heads: int = 1
+    head_dim: int = 32
+    intermediate: int = 192
+    rope_theta: float = 1000.0
+    updates: int = 700
+    learning_rate: float = 3e-3
+    tokens_per_batch: int = 1024
+    seed: int = 0
+    task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "updates", "tokens_per_batch"):
+            _require(getattr(self, name) >= 1, f"BaseConfig.{name}", "at least 1", getattr(self, name))
+        _require(self.heads % self.kv_heads == 0, "BaseConfig.kv_heads", f"a divisor of heads ({self.heads})", self.kv_heads)
+        _require(self.head_dim % 2 == 0, "BaseConfig.head_dim", "even", self.head_dim)
+        for name in ("rope_theta", "learning_rate"):
+            _require(getattr(self, name) > 0, f"BaseConfig.{name}", "above 0", getattr(self, name))
+        _require(self.seed >= 0, "BaseConfig.seed", "at least 0", self.seed)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TrainConfig:
+    """Fine-tuning: AdamW on all weights, `warmup` updates up, linear decay; half of the batches under each padding protocol.
+
+    Args:
+        gate_bias_rate: multiplies the learning rate of gate biases. A gate logit ``Z.h + b`` moves about C times faster through Z (C weights that
+            Adam steps together) than through b; at 1 a short fine-tune never learns the static gates that long training ends with.
+    """
+
+    updates: int = 600
+    batch: int = 32
+    learning_rate: float = 2e-3
+    gate_bias_rate: float = 30.0
+    warmup: int = 20
+    weight_decay: float = 0.01
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.updates >= 0, "TrainConfig.updates", "at least 0", self.updates)
+        _require(self.batch >= 1, "TrainConfig.batch", "at least 1", self.batch)
+        _require(self.learning_rate > 0, "TrainConfig.learning_rate", "above 0", self.learning_rate)
+        _require(self.gate_bias_rate >= 0, "TrainConfig.gate_bias_rate", "at least 0", self.gate_bias_rate)
+        _require(self.warmup >= 0, "TrainConfig.warmup", "at least 0", self.warmup)
+        _require(self.weight_decay >= 0, "TrainConfig.weight_decay", "at least 0", self.weight_decay)
+        _require(self.clip > 0, "TrainConfig.clip", "above 0", self.clip)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ScoreConfig:
+    """The phase sweep.
+
+    Args:
+        period: residues P; must be a multiple of every stride scored with it.
+        prompts: logical prompts, each scored at all P placements under each protocol.
+        replicates: bootstrap replicates.
+        seed: seed of the prompts; the same for every variant of a study, so that they are compared on the same examples.
+    """
+
+    period: int = 24
+    prompts: int = 96
+    protocols: tuple[Literal["outer", "in_sequence"], ...] = ("outer", "in_sequence")
+    replicates: int = 2000
+    batch: int = 96
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        _require(self.period >= 1, "ScoreConfig.period", "at least 1", self.period)
+        _require(self.prompts >= 2, "ScoreConfig.prompts", "at least 2 (cross-fitting halves them)", self.prompts)
+        _require(
+            len(self.protocols) >= 1 and len(set(self.protocols)) == len(self.protocols),
+            "ScoreConfig.protocols",
+            "one or both protocols, each once",
+            list(self.protocols),
+        )
+        _require(self.replicates >= 1, "ScoreConfig.replicates", "at least 1", self.replicates)
+        _require(self.batch >= 1, "ScoreConfig.batch", "at least 1", self.batch)
+        _require(self.seed >= 0, "ScoreConfig.seed", "at least 0", self.seed)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class CostConfig:
+    """Decode throughput: `steps` tokens after a context of `context` tokens, `batch` sequences, `repeats` interleaved rounds."""
+
+    context: int = 4096
+    batch: int = 4
+    steps: int = 16
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch", "steps", "repeats"):
+            _require(getattr(self, name) >= 1, f"CostConfig.{name}", "at least 1", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TrialConfig:
+    """Everything one trial depends on."""
+
+    variant: VariantConfig = dataclasses.field(default_factory=VariantConfig)
+    base: BaseConfig = dataclasses.field(default_factory=BaseConfig)
+    task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    score: ScoreConfig = dataclasses.field(default_factory=ScoreConfig)
+    cost: CostConfig = dataclasses.field(default_factory=CostConfig)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.seed >= 0, "TrialConfig.seed", "at least 0", self.seed)
+        period = self.score.period
+        if self.variant.compress:
+            needed = math.lcm(self.variant.stride)
+            _require(period % needed == 0, "ScoreConfig.period", f"a multiple of the stride ({needed})", period)
+        if "outer" in self.score.protocols:
+            _require(self.task.filler >= period - 1, "TaskConfig.filler", f"at least period - 1 ({period - 1})", self.task.filler)
+        if "in_sequence" in self.score.protocols:
+            _require(self.task.filler_in_sequence >= period, "TaskConfig.filler_in_sequence", f"at least period ({period})", self.task.filler_in_sequence)
+        for name in ("keys", "names", "filler_tokens"):
+            _require(
+                getattr(self.task, name) == getattr(self.base.task, name),
+                f"TaskConfig.{name}",
+                f"the base's ({getattr(self.base.task, name)})",
+                getattr(self.task, name),
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class SearchConfig:
+    """A search: anchors first, then `trials` in all, proposed by the sampler over `space`.
+
+    Args:
+        name: folder under `results/`.
+        trials: total number of trials, anchors and failures counted.
+        workers: trials that run at once, one CPU core each.
+        seed: seeds the sampler; trial seeds are `trial.seed`.
+        anchors: variant presets that run first, in this order.
+        space: choices of each searched parameter (see `mitigate.search.space`).
+        sampler: "tpe" or "random".
+        max_hours: stop proposing after this many hours of search, None for no limit.
+        trial_timeout_s: a trial that runs longer becomes infeasible.
+        max_consecutive_failures: stop the search, with the first error, after so many in a row.
+        trial: the template of every trial; its variant is replaced.
+    """
+
+    name: str
+    trials: int
+    workers: int = 2
+    seed: int = 0
+    anchors: tuple[str, ...] = ("full", "w8s8")
+    space: dict[str, tuple[str | int | float, ...]] = dataclasses.field(default_factory=dict)
+    sampler: Literal["tpe", "random"] = "tpe"
+    max_hours: float | None = None
+    trial_timeout_s: float = 1800.0
+    max_consecutive_failures: int = 5
+    trial: TrialConfig = dataclasses.field(default_factory=TrialConfig)
+
+    def __post_init__(self) -> None:
+        plain = self.name.replace("-", "").replace("_", "").replace(".", "").isalnum() and not self.name.startswith(".")
+        _require(plain, "SearchConfig.name", "letters, digits, '-', '_' and '.', not starting with '.'", self.name)
+        _require(self.trials >= 1, "SearchConfig.trials", "at least 1", self.trials)
+        _require(self.workers >= 1, "SearchConfig.workers", "at least 1", self.workers)
+        _require(self.seed >= 0, "SearchConfig.seed", "at least 0", self.seed)
+        _require(len(set(self.anchors)) == len(self.anchors), "SearchConfig.anchors", "distinct", list(self.anchors))
+        for key, choices in self.space.items():
+            _require(len(choices) >= 1, f"SearchConfig.space.{key}", "a list of at least one choice", list(choices))
+            _require(len(set(choices)) == len(choices), f"SearchConfig.space.{key}", "distinct choices", list(choices))
+        _require(self.max_hours is None or self.max_hours > 0, "SearchConfig.max_hours", "above 0", self.max_hours)
+        _require(self.trial_timeout_s > 0, "SearchConfig.trial_timeout_s", "above 0", self.trial_timeout_s)
+        _require(self.max_consecutive_failures >= 1, "SearchConfig.max_consecutive_failures", "at least 1", self.max_consecutive_failures)
+
+
+Config = VariantConfig | TaskConfig | BaseConfig | TrainConfig | ScoreConfig | CostConfig | TrialConfig | SearchConfig
+C = TypeVar("C", VariantConfig, TaskConfig, BaseConfig, TrainConfig, ScoreConfig, CostConfig, TrialConfig, SearchConfig)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain data of a config; `from_dict` gives an equal config back."""
+    plain: dict[str, Any] = json.loads(canonical_json(config))
+    return plain
+
+
+def canonical_json(config: Config) -> str:
+    """Sorted keys, no spaces, every default written out: equal configs give equal bytes."""
+    return json.dumps(dataclasses.asdict(config), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def content_hash(config: Config) -> str:
+    """sha256 of the canonical JSON, in hex."""
+    return hashlib.sha256(canonical_json(config).encode()).hexdigest()
+
+
+def replace(config: C, **changes: Any) -> C:
+    """A copy with some fields changed, validated again."""
+    return from_dict(type(config), to_dict(config) | {k: to_dict(v) if dataclasses.is_dataclass(v) else v for k, v in changes.items()})  # type: ignore[arg-type]
+
+
+def from_dict(kind: type[C], data: dict[str, Any]) -> C:
+    """Strictly validate plain data.
+
+    Raises:
+        ConfigError: unknown key (with the nearest known one), wrong type, or a value out of bounds.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(data))
+    except pydantic.ValidationError as error:
+        raise ConfigError(_one_line(kind, error)) from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{kind.__name__} must hold plain TOML or JSON values: {error}") from None
+
+
+def _one_line(kind: type, error: pydantic.ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    owner, path = kind, [str(part) for part in first["loc"]]
+    for part in path[:-1]:
+        field = next((f for f in dataclasses.fields(owner) if f.name == part), None)
+        inner = _config_class(field.type) if field else None
+        if inner is None:
+            break
+        owner = inner
+    where = f"{owner.__name__}.{path[-1]}" if path else owner.__name__
+    if first["type"] == "unexpected_keyword_argument":
+        known = [f.name for f in dataclasses.fields(owner)]
+        return f"{where} is not a known key{did_you_mean(path[-1], known)}"
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    if first["type"] in ("missing", "missing_argument"):
+        return f"{where} is missing"
+    return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
+
+
+def _config_class(annotation: Any) -> type | None:
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    found = globals().get(name)
+    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """'; did you mean X?' for a near miss, else the list of what is known."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file; ConfigError names the file when it is missing or malformed."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} is not there") from None
+    except IsADirectoryError:
+        raise ConfigError(f"config file {path} is a folder") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+
+
+def preset_names(kind: Literal["variants", "bases", "spaces"]) -> list[str]:
+    """Names of the presets under `configs/<kind>/`."""
+    return sorted(path.stem for path in (PRESETS / kind).glob("*.toml"))
+
+
+def preset_path(kind: Literal["variants", "bases", "spaces"], name: str) -> Path:
+    """File of a preset; ConfigError suggests a near name."""
+    names = preset_names(kind)
+    if name not in names:
+        raise ConfigError(f"there is no {kind[:-1]} preset {name!r}{did_you_mean(name, names)}")
+    return PRESETS / kind / f"{name}.toml"
+
+
+def load_variant(name: str) -> VariantConfig:
+    """The variant of a preset. A preset file holds `summary`, `source` and the table `variant`."""
+    return from_dict(VariantConfig, read_toml(preset_path("variants", name)).get("variant", {}))
+
+
+def load_base(name: str) -> BaseConfig:
+    """The base of a preset under `configs/bases/`."""
+    return from_dict(BaseConfig, read_toml(preset_path("bases", name)))
+
+
+def _resolve_names(trial: dict[str, Any]) -> dict[str, Any]:
+    resolved = dict(trial)
+    if isinstance(resolved.get("variant"), str):
+        resolved["variant"] = to_dict(load_variant(resolved["variant"]))
+    if isinstance(resolved.get("base"), str):
+        resolved["base"] = to_dict(load_base(resolved["base"]))
+    return resolved
+
+
+def load_trial(path: Path) -> TrialConfig:
+    """A TrialConfig from TOML, or the `trial` table of a search config (whose variant is then the default)."""
+    data = read_toml(path)
+    if "trials" in data or "space" in data:
+        return load_search(path).trial
+    return from_dict(TrialConfig, _resolve_names(data))
+
+
+def load_search(path: Path) -> SearchConfig:
+    """A SearchConfig from TOML; `space = "name"` takes `configs/spaces/name.toml`."""
+    data = read_toml(path)
+    if isinstance(data.get("space"), str):
+        data["space"] = read_toml(preset_path("spaces", data["space"]))
+    if isinstance(data.get("trial"), dict):
+        if "variant" in data["trial"]:
+            raise ConfigError("SearchConfig.trial.variant must be left out: the anchors and the space supply it")
+        data["trial"] = _resolve_names(data["trial"])
+    config = from_dict(SearchConfig, data)
+    for name in config.anchors:
+        load_variant(name)
+    return config

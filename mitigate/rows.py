@@ -1,0 +1,148 @@
+"""The schema of a result. A Row is a trial's only output; `results/README.md` gives every column's meaning and unit."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+SCHEMA_VERSION = 1
+PROTOCOLS = ("outer", "in_sequence")
+
+
+_DISTRIBUTIONS = ("mitigate", "torch", "transformers", "numpy", "optuna", "ray", "triton")
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of Python and of what is installed that a result may depend on; imports none of it."""
+    found = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Interval(_Record):
+    """A point estimate with its 95 % interval, clustered by logical example."""
+
+    value: float
+    low: float
+    high: float
+
+
+class ProtocolScore(_Record):
+    """One phase sweep under one padding protocol. Accuracies are fractions in [0, 1]; lists are indexed by residue."""
+
+    protocol: Literal["outer", "in_sequence"]
+    period: int
+    clusters: int  # independent prompts
+    n: list[int]  # scored queries per residue
+    accuracy: list[float]
+    accuracy_low: list[float]
+    accuracy_high: list[float]
+    gold_probability: list[float]
+    mean: Interval
+    a_min: Interval
+    a_min_cross_fitted: float
+    gap: Interval
+    spread: Interval
+    worst_residue: int
+    relative_gap: float | None  # gap / mean; None when the mean is 0
+    repeat_accuracy: float | None  # queries whose answer an earlier query already showed; left out of all of the above
+    prompts_sha256: str
+
+
+class Cost(_Record):
+    """KV bytes (closed form and counted) and decode throughput (measured, interleaved with full attention)."""
+
+    kv_bytes_per_token: float  # limit of a long context, all layers
+    kv_kept: float  # the same as a fraction of full attention
+    kv_constant_bytes: float  # per sequence: open tail, local window, open-window state at `context` tokens
+    context: int  # tokens
+    batch: int  # sequences
+    kv_bytes_at_context: int  # closed form, per sequence
+    kv_bytes_counted: int  # from the tensors a real cache holds, per sequence
+    decode_tokens_per_s: Interval  # median and quartiles over repeats
+    decode_tokens_per_s_full: Interval
+    throughput_ratio: Interval  # variant over full attention, same process, interleaved
+
+
+class Error(_Record):
+    """Why a trial has no metrics."""
+
+    kind: str
+    message: str
+    traceback: str
+
+
+class Row(_Record):
+    """Everything a trial has to say. `status` is "ok" (metrics and cost set) or "infeasible" (error set)."""
+
+    schema_version: int = SCHEMA_VERSION
+    status: Literal["ok", "infeasible"]
+    label: str  # preset name, or a short description of the variant
+    trial: int | None = None  # number in the study; None outside a search
+    anchor: bool = False
+    config: dict[str, Any]  # canonical TrialConfig
+    config_sha256: str
+    base_sha256: str | None = None
+    seed: int
+    versions: dict[str, str]
+    device: str
+    backend: str  # kernels that really ran
+    updates: int = 0
+    tokens: int = 0  # fine-tuning tokens
+    final_loss: float | None = None
+    wall_s: float = 0.0
+    train_s: float = 0.0
+    score_s: float = 0.0
+    cost_s: float = 0.0
+    mean_accuracy: float | None = None  # average over protocols
+    a_min: float | None = None  # lower of the protocols
+    a_min_low: float | None = None
+    a_min_high: float | None = None
+    gap: float | None = None  # larger of the protocols
+    scores: list[ProtocolScore] = []
+    cost: Cost | None = None
+    error: Error | None = None
+
+    def score(self, protocol: str) -> ProtocolScore:
+        """The sweep under `protocol`; KeyError names what there is."""
+        for score in self.scores:
+            if score.protocol == protocol:
+                return score
+        raise KeyError(f"Row has no sweep under {protocol!r}; it has {[s.protocol for s in self.scores]}")
+
+    def to_json(self) -> str:
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Row:
+        return cls.model_validate_json(text)
+
+    def to_record(self) -> dict[str, Any]:
+        """One flat table record: nested fields become dotted columns, lists stay lists."""
+        record: dict[str, Any] = {}
+        dumped = self.model_dump(mode="json")
+        scores = {s["protocol"]: s for s in dumped.pop("scores")}
+        _flatten("", dumped, record)
+        for protocol, score in scores.items():
+            _flatten(f"{protocol}.", score, record)
+        return record
+
+
+def _flatten(prefix: str, value: dict[str, Any], into: dict[str, Any]) -> None:
+    for key, item in value.items():
+        if isinstance(item, dict):
+            _flatten(f"{prefix}{key}.", item, into)
+        else:
+            into[f"{prefix}{key}"] = item
