@@ -1,0 +1,1 @@
+"""Results for people: a table for the terminal, figures, one HTML page."""

@@ -1,0 +1,205 @@
+"""A study folder on disk: read its trials, write its tables.
+
+`results/<study>/` holds `config.json` and one `trials/NNNN/result.json` for each finished trial. `write_tables` adds `trials.parquet`, `trials.csv`,
+`front.csv` and `front.json`; `results/README.md` gives the meaning and unit of every column.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import tempfile
+import types
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ValidationError
+
+from mitigate import pareto
+from mitigate.config import ConfigError, TrialConfig, did_you_mean
+from mitigate.rows import PROTOCOLS, SCHEMA_VERSION, ProtocolScore, Row
+
+_SCALARS = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
+
+
+def is_study(path: Path) -> bool:
+    """A folder with a `config.json` or a `trials` folder."""
+    return (path / "config.json").is_file() or (path / "trials").is_dir()
+
+
+def require_study(study_dir: Path) -> None:
+    """ConfigError with one line, and the nearest study beside it, unless `study_dir` is a study."""
+    if is_study(study_dir):
+        return
+    parent = study_dir.absolute().parent
+    siblings = sorted(path.name for path in parent.iterdir() if is_study(path)) if parent.is_dir() else []
+    wrong = "is no study: it has neither config.json nor trials/" if study_dir.is_dir() else "is no study: there is no such folder"
+    hint = did_you_mean(study_dir.absolute().name, siblings) if siblings else f"; there is no study in {study_dir.parent} yet"
+    raise ConfigError(f"{study_dir} {wrong}{hint}")
+
+
+def read_config(study_dir: Path) -> dict[str, Any]:
+    """The study's `config.json` as plain data; empty when the study has none.
+
+    Raises:
+        ConfigError: `study_dir` is no study, or the file is not a JSON object.
+    """
+    require_study(study_dir)
+    path = study_dir / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {type(config).__name__}")
+    return config
+
+
+def read_rows(study_dir: Path) -> list[Row]:
+    """Rows of all finished trials, by trial number. A trial without `result.json` is still running and left out.
+
+    Raises:
+        ConfigError: `study_dir` is no study, or a result is not a Row of this schema.
+    """
+    require_study(study_dir)
+    rows = [_read_row(path) for path in sorted(study_dir.glob("trials/*/result.json"))]
+    return sorted(rows, key=lambda row: (row.trial is None, row.trial or 0))
+
+
+def _read_row(path: Path) -> Row:
+    try:
+        row = Row.from_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path} is not a Row: {where + ': ' if where else ''}{first['msg']}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a Row: {error}") from None
+    if row.schema_version != SCHEMA_VERSION:
+        raise ConfigError(f"{path} has schema_version {row.schema_version}; this version of mitigate reads {SCHEMA_VERSION}")
+    return row
+
+
+def write_tables(study_dir: Path, rows: Sequence[Row]) -> list[Path]:
+    """Write `trials.parquet`, `trials.csv`, `front.csv` and `front.json`; each file appears complete or not at all."""
+    best = pareto.front(rows)
+    contents = {
+        "trials.parquet": _parquet(table(rows)),
+        "trials.csv": _csv(table(rows)),
+        "front.csv": _csv(table(best)),
+        "front.json": _front_json(rows, best),
+    }
+    return [write_atomic(study_dir / name, content) for name, content in contents.items()]
+
+
+def write_atomic(path: Path, content: bytes) -> Path:
+    """Write beside `path`, then rename over it: a reader sees the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def table(rows: Sequence[Row]) -> pa.Table:
+    """One line per row and one typed column per flat field, the same columns whatever the rows hold; `versions.*` as they come."""
+    known = columns()
+    records = [{key: value for key, value in row.to_record().items() if key in known or value is not None} for row in rows]
+    extra = sorted({key for record in records for key in record} - set(known))
+    arrays = {name: pa.array([record.get(name) for record in records], kind) for name, kind in known.items()}
+    arrays |= {name: _infer([record.get(name) for record in records]) for name in extra}
+    return pa.table(arrays)
+
+
+def _infer(values: list[Any]) -> pa.Array:
+    """A column that the schema does not know; mixed types become JSON strings."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return pa.array([None if value is None else json.dumps(value) for value in values], pa.string())
+
+
+def columns() -> dict[str, pa.DataType]:
+    """Every column of the flat table but `versions.*`, with its type, in order."""
+    found: dict[str, pa.DataType] = {}
+    hints = get_type_hints(Row)
+    for name, hint in hints.items():
+        if name in Row.model_fields and name not in ("scores", "versions"):
+            _walk(name, TrialConfig if name == "config" else hint, found)
+    for protocol in PROTOCOLS:
+        _walk(protocol, ProtocolScore, found)
+    return found
+
+
+def _walk(name: str, hint: Any, into: dict[str, pa.DataType]) -> None:
+    hint = _strip_none(hint)
+    if isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, BaseModel)):
+        names = hint.model_fields if issubclass(hint, BaseModel) else hint.__dataclass_fields__
+        hints = get_type_hints(hint)
+        for field in names:
+            _walk(f"{name}.{field}", hints[field], into)
+    else:
+        into[name] = _arrow(hint)
+
+
+def _strip_none(hint: Any) -> Any:
+    if get_origin(hint) not in (Union, types.UnionType):
+        return hint
+    options = [option for option in get_args(hint) if option is not type(None)]
+    return options[0] if len(options) == 1 else hint
+
+
+def _arrow(hint: Any) -> pa.DataType:
+    if get_origin(hint) is Literal:
+        return pa.string()
+    if get_origin(hint) in (list, tuple):
+        return pa.list_(_arrow(get_args(hint)[0]))
+    return _SCALARS[hint]
+
+
+def _parquet(data: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(data, sink)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def _csv(data: pa.Table) -> bytes:
+    """UTF-8, RFC 4180 quoting; a missing value is an empty cell, lists and booleans are JSON."""
+    stream = io.StringIO(newline="")
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(data.column_names)
+    for record in data.to_pylist():
+        writer.writerow([_cell(value) for value in record.values()])
+    return stream.getvalue().encode()
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, (list, bool)) else value
+
+
+def _front_json(rows: Sequence[Row], best: Sequence[Row]) -> bytes:
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "objectives": [{"name": objective.name, "sense": "max" if objective.maximise else "min"} for objective in pareto.OBJECTIVES],
+        "hypervolume": pareto.hypervolume(rows),
+        "hypervolume_reference": list(pareto.REFERENCE),
+        "candidates": [{"trial": knee.row.trial, "reason": knee.reason} for knee in pareto.knees(rows)],
+        "rows": [json.loads(row.to_json()) for row in best],
+    }
+    return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
