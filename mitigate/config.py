@@ -120,7 +120,13 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class BaseConfig:
-    """Where a base model comes from. "tiny" is a Qwen3ForCausalLM trained here on the retrieval task and cached by this config's hash."""
+    """Where a base model comes from. "tiny" is a Qwen3ForCausalLM trained here on the retrieval task and cached by this config's hash.
+
+    Args:
+        updates: the curriculum must be through after so many.
+        settle: updates with a decaying rate after it.
+        tokens_per_batch: batch size times records, at least 32 prompts.
+    """
 
     kind: Literal["tiny"] = "tiny"
     layers: int = 2
@@ -130,14 +136,15 @@ class BaseConfig:
     head_dim: int = 32
     intermediate: int = 192
     rope_theta: float = 1000.0
-    updates: int = 700
+    updates: int = 3000
+    settle: int = 250
     learning_rate: float = 3e-3
-    tokens_per_batch: int = 1024
+    tokens_per_batch: int = 512
     seed: int = 0
     task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "updates", "tokens_per_batch"):
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "updates", "settle", "tokens_per_batch"):
             _require(getattr(self, name) >= 1, f"BaseConfig.{name}", "at least 1", getattr(self, name))
         _require(self.heads % self.kv_heads == 0, "BaseConfig.kv_heads", f"a divisor of heads ({self.heads})", self.kv_heads)
         _require(self.head_dim % 2 == 0, "BaseConfig.head_dim", "even", self.head_dim)

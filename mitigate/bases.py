@@ -1,0 +1,208 @@
+"""Where a base model comes from. Today: a tiny Qwen3 trained here on the retrieval task by a curriculum, and cached by its config's hash."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from filelock import FileLock
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from mitigate.config import BaseConfig, TaskConfig, VariantConfig, content_hash, to_dict
+from mitigate.readout import logits_at
+from mitigate.surgery import attach
+from mitigate.tasks import retrieval
+
+PASS_ACCURACY = 0.9  # running accuracy at which the curriculum doubles the records
+PREVIOUS_WEIGHT = 0.5  # of the previous-token loss
+HELPED_RECORDS = 2  # steps of the curriculum up to here get it
+PERFECT = 0.99  # accuracy on fresh prompts below which a base is refused: its faults would be taken for the compressor's
+
+
+class BaseNotLearned(RuntimeError):
+    """The curriculum ended without a base that retrieves."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Base:
+    """A loaded base: the model in eval mode, the sha256 of its weights, its accuracy on fresh prompts, and whether it came from the cache."""
+
+    model: PreTrainedModel
+    sha256: str
+    accuracy: float
+    cached: bool
+
+
+def build(config: BaseConfig) -> PreTrainedModel:
+    """The untrained model; draws from torch's global generator."""
+    shape = Qwen3Config(
+        vocab_size=retrieval.vocabulary(config.task).size,
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=False,
+        bos_token_id=retrieval.BOS,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return Qwen3ForCausalLM(shape)
+
+
+def load(config: BaseConfig, cache: Path, *, log: Callable[[str], None] = lambda line: None) -> Base:
+    """The base of a config, from the cache or trained now. Two processes that ask at once train it once.
+
+    A cached base is checked against its recorded sha256 and config; one that does not match is trained again.
+    """
+    folder = cache / "bases" / content_hash(config)[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        found = _read(config, folder, log)
+        if found is None:
+            found = _train_and_store(config, folder, log)
+    return found
+
+
+def _read(config: BaseConfig, folder: Path, log: Callable[[str], None]) -> Base | None:
+    weights, record = folder / "model.safetensors", folder / "base.json"
+    if not weights.exists() and not record.exists():
+        return None
+    try:
+        meta = json.loads(record.read_text(encoding="utf-8"))
+        sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
+        if meta["sha256"] != sha256 or meta["config"] != to_dict(config):
+            raise ValueError("its hash or config does not match")
+        with torch.random.fork_rng(devices=[]):  # the drawn weights are overwritten; the caller's generator goes on as if trained here
+            model = build(config)
+        model.load_state_dict(load_file(weights))
+        return Base(model=model.eval(), sha256=sha256, accuracy=float(meta["accuracy"]), cached=True)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        log(f"cached base {folder} is damaged ({str(error).splitlines()[0]}); training it again")
+        return None
+
+
+def _train_and_store(config: BaseConfig, folder: Path, log: Callable[[str], None]) -> Base:
+    model = train(config, log=log)
+    accuracy = check(model, config.task, seed=config.seed)
+    if accuracy < PERFECT:
+        raise BaseNotLearned(
+            f"base {content_hash(config)[:12]} retrieves {accuracy:.3f} of fresh queries, below {PERFECT}; raise BaseConfig.settle or change BaseConfig.seed"
+        )
+    data = save({name: tensor.contiguous() for name, tensor in model.state_dict().items()})
+    sha256 = hashlib.sha256(data).hexdigest()
+    _replace(folder / "model.safetensors", data)
+    meta = {"config": to_dict(config), "sha256": sha256, "accuracy": accuracy}
+    _replace(folder / "base.json", json.dumps(meta, indent=1, sort_keys=True).encode())
+    return Base(model=model, sha256=sha256, accuracy=accuracy, cached=False)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _with_records(task: TaskConfig, records: int) -> TaskConfig:
+    """The task at a step of the curriculum: fewer records, filler in proportion."""
+    share = records / task.records
+    return dataclasses.replace(task, records=records, filler=round(task.filler * share), filler_in_sequence=round(task.filler_in_sequence * share))
+
+
+def train(config: BaseConfig, *, log: Callable[[str], None] = lambda line: None) -> PreTrainedModel:
+    """Train a base by the curriculum: 2 records, doubled each time the running accuracy passes 0.9, up to the task's.
+
+    The rate stays put until the last step of the curriculum is passed, then decays to a tenth over `config.settle` updates. In the first
+    steps a second loss asks the first layer for the previous token, read out through the embedding: retrieval is built on it, and the
+    shared directions let the second layer compare it with the queried key. Without it the plateau at two records has no reliable end.
+
+    Raises:
+        BaseNotLearned: the curriculum is not through after `config.updates` updates.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = build(config)
+    rng = np.random.default_rng(config.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    last = config.task.records
+    records, running, settling = min(2, last), 0.0, 0
+    model.train()
+    for step in range(config.updates + config.settle):
+        if step >= config.updates and not settling:
+            raise BaseNotLearned(
+                f"base {content_hash(config)[:12]} is still at {records} of {last} records after {step} updates (running accuracy {running:.2f}); "
+                "raise BaseConfig.updates or change BaseConfig.seed"
+            )
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate * (1 - 0.9 * settling / config.settle)
+        batch = max(32, config.tokens_per_batch // max(records, 4))
+        prompts = retrieval.training_batch(_with_records(config.task, records), rng, batch, "outer" if step % 2 == 0 else "in_sequence")
+        loss, accuracy = _loss(model, prompts, help_first_layer=records <= HELPED_RECORDS)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        running = 0.9 * running + 0.1 * accuracy
+        if step % 50 == 49:
+            log(f"base: update {step + 1}, {records} of {last} records, loss {float(loss.detach()):.3f}, running accuracy {running:.3f}")
+        if settling or (running > PASS_ACCURACY and records == last):
+            settling += 1
+            if settling > config.settle:
+                break
+        elif running > PASS_ACCURACY:
+            records, running = min(records * 2, last), 0.0
+    return model.eval()
+
+
+def _loss(model: PreTrainedModel, prompts: retrieval.Prompts, *, help_first_layer: bool) -> tuple[torch.Tensor, float]:
+    """Mean cross-entropy of the queried names (nats), plus the previous-token loss if asked for; and the accuracy."""
+    with _first_layer(model) as caught:
+        logits, gold = _answers(model, prompts)
+    loss = F.cross_entropy(logits.flatten(0, 1), gold.flatten())
+    if help_first_layer:
+        guess = F.linear(model.model.norm(caught[0][:, 1:]), model.model.embed_tokens.weight)
+        loss = loss + PREVIOUS_WEIGHT * F.cross_entropy(guess.flatten(0, 1), torch.from_numpy(prompts.tokens[:, :-1]).flatten())
+    return loss, float((logits.argmax(-1) == gold).float().mean())
+
+
+@contextmanager
+def _first_layer(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """The first decoder layer's output [B, T, C] of the forward inside the block."""
+    caught: list[torch.Tensor] = []
+    handle = model.model.layers[0].register_forward_hook(lambda module, args, output: caught.append(output[0] if isinstance(output, tuple) else output))
+    try:
+        yield caught
+    finally:
+        handle.remove()
+
+
+def _answers(model: PreTrainedModel, prompts: retrieval.Prompts) -> tuple[torch.Tensor, torch.Tensor]:
+    plain = attach(model, VariantConfig(compress=False))
+    return logits_at(plain, torch.from_numpy(prompts.tokens), torch.from_numpy(prompts.answer_from)), torch.from_numpy(prompts.gold)
+
+
+@torch.no_grad()
+def check(model: PreTrainedModel, task: TaskConfig, *, seed: int, prompts: int = 64) -> float:
+    """Lower accuracy of the two protocols on fresh prompts, a fraction."""
+    rng = np.random.default_rng([seed, 1])
+    accuracies = []
+    for protocol in ("outer", "in_sequence"):
+        logits, gold = _answers(model, retrieval.training_batch(task, rng, prompts, protocol))
+        accuracies.append(float((logits.argmax(-1) == gold).float().mean()))
+    return min(accuracies)

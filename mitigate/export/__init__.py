@@ -1,0 +1,1 @@
+"""Take a trained compressor out of a study, and load it again."""

@@ -1,0 +1,59 @@
+"""Next-token logits at chosen positions. What the last layer would compute for the other positions never reaches the head, so it is skipped.
+
+Shapes: B batch, T tokens, A chosen positions, C hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from mitigate.surgery import Attachment
+
+
+def logits_at(attached: Attachment, tokens_BT: torch.Tensor, positions_A: torch.Tensor) -> torch.Tensor:
+    """Logits of the tokens after `positions_A`: [B, A, vocabulary], equal to those of the whole model at these positions.
+
+    Keys, values and summaries are those of all tokens; only the last layer's queries, output projection and MLP are cut down.
+    """
+    model = attached.model
+    decoder: Any = getattr(model, model.base_model_prefix)
+    with _last_layer_at(decoder.layers[-1], positions_A), attached.queries_at(positions_A):
+        hidden_BTC = decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    logits: torch.Tensor = model.get_output_embeddings()(hidden_BTC[:, positions_A])
+    return logits
+
+
+@contextmanager
+def _last_layer_at(layer: Any, positions_A: torch.Tensor) -> Iterator[None]:
+    """Run the last layer's position-wise parts at the chosen positions; zeros stand at the others."""
+    handles = [handle for module in (layer.self_attn.o_proj, layer.mlp) for handle in _cut(module, positions_A)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _cut(module: nn.Module, positions_A: torch.Tensor) -> tuple[Any, Any]:
+    length = 0
+
+    def select(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        nonlocal length
+        length = args[0].shape[1]
+        return (args[0][:, positions_A], *args[1:])
+
+    def scatter(_: nn.Module, args: Any, output_BAC: torch.Tensor) -> torch.Tensor:
+        return spread(output_BAC, positions_A, length)
+
+    return module.register_forward_pre_hook(select), module.register_forward_hook(scatter)
+
+
+def spread(x_BAF: torch.Tensor, positions_A: torch.Tensor, length: int) -> torch.Tensor:
+    """Rows back at their positions among `length`, zeros elsewhere: [B, A, ...] -> [B, T, ...]."""
+    full = x_BAF.new_zeros(x_BAF.shape[0], length, *x_BAF.shape[2:])
+    return full.index_copy(1, positions_A, x_BAF)

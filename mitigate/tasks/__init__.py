@@ -1,0 +1,1 @@
+"""Token-exact retrieval prompts under both padding protocols."""

@@ -1,0 +1,99 @@
+"""Fine-tune a model, with or without a variant attached, on the retrieval task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mitigate import registry
+from mitigate.config import TaskConfig, TrainConfig, VariantConfig
+from mitigate.readout import logits_at
+from mitigate.surgery import Attachment
+from mitigate.tasks import retrieval
+
+
+class Diverged(RuntimeError):
+    """The loss stopped being a finite number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What fine-tuning did: `updates` steps over `tokens` tokens; `loss` is the mean cross-entropy (nats) of the last tenth."""
+
+    updates: int
+    tokens: int
+    loss: float | None
+
+
+def linear_schedule(step: int, *, updates: int, warmup: int, floor: float) -> float:
+    """Factor on the learning rate: up over `warmup` updates, then linearly down to `floor` at the last one."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return 1 - (1 - floor) * (step - warmup) / max(updates - warmup, 1)
+
+
+def fine_tune(attached: Attachment, task: TaskConfig, config: TrainConfig, *, seed: int, on_update: Callable[[int, float], None] | None = None) -> Trained:
+    """Train every weight of the model and of its compressors on the names of the queries, half of the batches under each padding protocol.
+
+    Args:
+        attached: the model with its variant; the variant's coverage loss is added with its weight, for K heads and V heads apart.
+        on_update: called with the number of updates done and the loss (nats).
+
+    Raises:
+        Diverged: the loss is not finite.
+    """
+    model, variant = attached.model, attached.variant
+    parameters = [*model.parameters(), *attached.compressors.parameters()]
+    optimizer = torch.optim.AdamW(_groups(attached, config), betas=(0.9, 0.98), fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: linear_schedule(step, updates=config.updates, warmup=config.warmup, floor=0.0))
+    rng = np.random.default_rng(seed)
+    losses, tokens = [], 0
+    model.train()
+    attached.collect_gates(variant.coverage_weight > 0)
+    for step in range(config.updates):
+        prompts = retrieval.training_batch(task, rng, config.batch, "outer" if step % 2 == 0 else "in_sequence")
+        logits = logits_at(attached, torch.from_numpy(prompts.tokens), torch.from_numpy(prompts.answer_from))
+        loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(prompts.gold).flatten())
+        total = loss + coverage_loss(attached, variant) if variant.coverage_weight > 0 else loss
+        optimizer.zero_grad(set_to_none=True)
+        total.backward()
+        nn.utils.clip_grad_norm_(parameters, config.clip)
+        optimizer.step()
+        schedule.step()
+        losses.append(float(loss.detach()))
+        tokens += prompts.tokens.size
+        if not np.isfinite(losses[-1]):
+            raise Diverged(f"fine_tune: the loss is {losses[-1]} after {step + 1} updates")
+        if on_update is not None:
+            on_update(step + 1, losses[-1])
+    attached.collect_gates(False)
+    model.eval()
+    last = losses[-max(len(losses) // 10, 1) :]
+    return Trained(updates=config.updates, tokens=tokens, loss=float(np.mean(last)) if last else None)
+
+
+def _groups(attached: Attachment, config: TrainConfig) -> list[dict[str, Any]]:
+    """Optimizer groups: everything, and gate biases with a rate of their own and no decay."""
+    named = list(attached.compressors.named_parameters())
+    biases = [p for name, p in named if name.endswith("gate_bias")]
+    others = [*attached.model.parameters(), *(p for name, p in named if not name.endswith("gate_bias"))]
+    rate = config.learning_rate
+    return [
+        {"params": others, "lr": rate, "weight_decay": config.weight_decay},
+        {"params": biases, "lr": rate * config.gate_bias_rate, "weight_decay": 0.0},
+    ]
+
+
+def coverage_loss(attached: Attachment, variant: VariantConfig) -> torch.Tensor:
+    """``lambda * (coverage(K heads) + coverage(V heads))`` of the last forward, averaged over the sets of heads that the variant's scope names."""
+    function = registry.get("coverage", variant.coverage).function
+    layers = attached.phase_profiles()
+    sets = layers if variant.coverage_scope == "layer" else [tuple(torch.cat(branch) for branch in zip(*layers, strict=True))]
+    losses = [function(heads_HS, threshold=variant.coverage_threshold) for branches in sets for heads_HS in branches]
+    return variant.coverage_weight * torch.stack(losses).sum() / len(sets)
