@@ -7,6 +7,7 @@ unmodified model does the same in the same process, in turn with the variant, so
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,12 +96,11 @@ def measure(attached: Attachment, config: CostConfig, *, seed: int = 0) -> Cost:
         full = prefill(model, tokens[:, : config.context])
     rates: tuple[list[float], list[float]] = ([], [])
     for repeat in range(config.repeats + 1):  # the first round warms up
-        mine_rate = _decode_rate(model, mine, tokens[:, config.context :])
-        with attached.removed():
-            full_rate = _decode_rate(model, full, tokens[:, config.context :])
-        if repeat:
-            rates[0].append(mine_rate)
-            rates[1].append(full_rate)
+        for which in (0, 1) if repeat % 2 else (1, 0):  # neither side always goes first
+            with attached.removed() if which else nullcontext():
+                rate = _decode_rate(model, (mine, full)[which], tokens[:, config.context :])
+            if repeat:
+                rates[which].append(rate)
     per_token = bytes_per_token(variant, shape)
     return Cost(
         kv_bytes_per_token=per_token,
