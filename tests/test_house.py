@@ -49,6 +49,8 @@ SIDEWAYS = frozenset(
         ("surgery", "cache"),
         ("readout", "surgery"),
         ("bases", "tasks"),
+        ("bases", "readout"),
+        ("bases", "surgery"),
         ("score", "train"),
         ("search", "pareto"),
         ("search", "results"),
