@@ -195,7 +195,7 @@ class ScoreConfig:
     prompts: int = 96
     protocols: tuple[Literal["outer", "in_sequence"], ...] = ("outer", "in_sequence")
     replicates: int = 2000
-    batch: int = 96
+    batch: int = 48
     seed: int = 1
 
     def __post_init__(self) -> None:
