@@ -31,6 +31,7 @@ CONFIDENCE = 0.95
 _MISS_SEARCHED = 0.035  # of the 5 %: the end that has to allow for a search over residues
 _MISS_PLAIN = 0.015  # the end that does not, and is conservative where residues tie
 _DRAWS = 4000  # Gaussian draws behind a simultaneous critical value
+_ROUNDING = 1e-6  # a smaller design effect is rounding of a variance of 0
 _CHUNK_BYTES = 16 * 2**20  # of resampling counts held at once
 
 
@@ -222,9 +223,8 @@ def phase_scores(
     wilson_low_R, wilson_high_R = wilson(accuracy_R * clusters_R, clusters_R)
     low_R, high_R = np.where(flat_R, wilson_low_R, low_R), np.where(flat_R, wilson_high_R, high_R)
     mean = _percentile(point, boot, "mean")
-    if flat_R.all() and (accuracy_R == accuracy_R[0]).all():
-        low, high = wilson(accuracy_R[0] * clusters, clusters)
-        mean = Estimate(value=mean.value, low=float(low), high=float(high))
+    if flat_R.all():
+        mean = Estimate(value=mean.value, low=float(low_R.mean()), high=float(high_R.mean()))
 
     covariance_RR = _covariance(hits_CP, n_CP, accuracy_R)
     noise = float(np.trace(covariance_RR) / period - covariance_RR.mean())
@@ -521,10 +521,12 @@ def _effective(accuracy_R: Floats, covariance_RR: Floats, n_R: Floats, clusters_
     """Effective counts (independent examples with the same variance) and the correlation matrix of the residues.
 
     A residue that is all right or all wrong shows no variance: it takes the design effect of the others together, or its clusters where there are no others.
+    Residues that miss the same few examples show correlation 1, hence no error of their difference; one event of each residue's own is added to what was
+    seen, so that the least error of a difference is about that of two discordant examples. On residues with many hits and misses that changes nothing.
     """
     variance_R = np.diag(covariance_RR)
     binomial_R = accuracy_R * (1 - accuracy_R)
-    known_R = (variance_R > 0) & (binomial_R > 0)
+    known_R = (binomial_R > 0) & (variance_R * n_R > _ROUNDING * binomial_R)
     safe_R = np.where(known_R, variance_R, 1.0)
     if known_R.any():
         design = float(variance_R[known_R].sum() / (binomial_R[known_R] / n_R[known_R]).sum())
@@ -532,8 +534,8 @@ def _effective(accuracy_R: Floats, covariance_RR: Floats, n_R: Floats, clusters_
     else:
         fallback_R = clusters_R
     n_effective_R = np.where(known_R, binomial_R / safe_R, fallback_R)
-    correlation_RR = covariance_RR / np.sqrt(np.outer(safe_R, safe_R))
-    correlation_RR[~known_R] = 0.0
-    correlation_RR[:, ~known_R] = 0.0
+    events_R = np.where(known_R, n_effective_R * binomial_R, 0.0)
+    shared_R = np.sqrt(events_R / (events_R + 1) / safe_R)
+    correlation_RR = covariance_RR * np.outer(shared_R, shared_R)
     np.fill_diagonal(correlation_RR, 1.0)
     return n_effective_R, correlation_RR

@@ -51,7 +51,7 @@ def a_min_vs_kv(rows: Sequence[Row]) -> Figure:
         _kv_axis(axes, [p.kept for p in points])
         axes.set_ylim(0, 1.04)
         axes.set_ylabel("accuracy (fraction of queries)")
-        axes.set_title("Worst-phase accuracy against KV bytes kept", fontsize=12, pad=28)
+        axes.set_title("Worst-phase accuracy against KV bytes kept", fontsize=12, pad=40)
         _headline_legend(axes, points)
         _freeze(figure)
         where = {id(point): x for x, point in strong}
@@ -117,10 +117,10 @@ def _headline_legend(axes: Axes, points: list[data.Point]) -> None:
     entries += [
         Line2D([], [], color=COLOURS["blue"], linewidth=1.3, alpha=0.55, label="best A_min for the bytes"),
         Line2D([], [], marker="|", linestyle="", markersize=10, markeredgewidth=2.2, color=COLOURS["muted"], label="95 % interval of A_min"),
-        Line2D([], [], marker="_", linestyle="", markersize=9, markeredgewidth=1.4, color=COLOURS["muted"], label="its mean accuracy"),
+        Line2D([], [], marker="_", linestyle="", markersize=9, markeredgewidth=1.4, color=COLOURS["muted"], label="mean accuracy"),
     ]
     spacing = {"columnspacing": 1.2, "handletextpad": 0.4, "borderpad": 0}
-    legend = axes.legend(handles=entries, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=len(entries), fontsize=7.6, **spacing)
+    legend = axes.legend(handles=entries, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=math.ceil(len(entries) / 2), fontsize=7.6, **spacing)
     legend.set_in_layout(False)
 
 
@@ -345,7 +345,8 @@ def _curves_legend(figure: Figure, shown: Sequence[Row], references: Sequence[Ro
     for row in references:
         words = "full attention" if pareto.is_full(row) else pareto.plain_name(row) if pareto.is_plain(row) else data.named(row)
         entries.append(Line2D([], [], linestyle=":" if pareto.is_full(row) else "-", color=COLOURS["faint"], linewidth=1.1, label=words))
-    figure.legend(handles=entries, loc="outside upper right", ncols=3 if figure.get_figwidth() < 10 else len(entries), columnspacing=1.4)
+    spacing = {"columnspacing": 1.0, "handletextpad": 0.5}  # the title stands on the same line
+    figure.legend(handles=entries, loc="outside upper right", ncols=3 if figure.get_figwidth() < 10 else len(entries), **spacing)
 
 
 def _most_telling(points: list[data.Point], first: Sequence[data.Point], fill: bool = True) -> list[data.Point]:

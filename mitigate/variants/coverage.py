@@ -20,7 +20,7 @@ def none(profile_HS: torch.Tensor, *, threshold: float) -> torch.Tensor:
     return profile_HS.new_zeros(())
 
 
-@register("coverage", "entropy", summary="1 - H(mean gate over all heads) / log S: even mass over phases", source=SOURCE)
+@register("coverage", "entropy", summary="1 - H(mean gate over a set of heads) / log S: even mass over phases", source=SOURCE)
 def entropy(profile_HS: torch.Tensor, *, threshold: float) -> torch.Tensor:
     """0 when the heads' mean gate is uniform over phases, 1 when it stands on one phase."""
     stride = profile_HS.shape[1]

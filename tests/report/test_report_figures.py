@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import matplotlib
 import numpy as np
 import pytest
@@ -48,6 +50,21 @@ def test_hundreds_of_rows_stay_readable() -> None:
     labels = [line for line in words(figure).splitlines() if "#" in line]
     assert 3 <= len(labels) <= figures.MOST_LABELS
     assert len([axes for axes in figures.phase_curves(fake_rows(300, 1)).axes if axes.lines]) == 12
+
+
+@pytest.mark.parametrize("draw", [figures.a_min_vs_kv, figures.phase_curves])
+@pytest.mark.parametrize("count", [1, 2, 12, 300])
+def test_legend_is_whole_and_clear_of_the_title(draw: Callable[[list[Row]], Figure], count: int) -> None:
+    figure = draw(fake_rows(count, 1))
+    legends = [*figure.legends, *(legend for axes in figure.axes if (legend := axes.get_legend()))]
+    titles = figure.findobj(lambda artist: isinstance(artist, Text) and artist.get_text().startswith(("Worst-phase accuracy", "Accuracy by phase")))
+    assert len(legends) == len(titles) == 1
+    legend, title = legends[0].get_window_extent(), titles[0].get_window_extent()
+    for box in (legend, title):
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+        assert 0 <= box.y0 < box.y1 <= figure.bbox.y1
+    assert not legend.overlaps(title)
+    assert legend.y0 >= max(axes.bbox.y1 for axes in figure.axes)
 
 
 def test_headline_figure_names_the_references_and_shows_both_numbers() -> None:
