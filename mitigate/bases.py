@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from mitigate.config import BaseConfig, TaskConfig, VariantConfig, content_hash, to_dict
+from mitigate.config import BaseConfig, TaskConfig, VariantConfig, WorkFailed, content_hash, to_dict
+from mitigate.files import write_atomic
 from mitigate.readout import logits_at
 from mitigate.surgery import attach
 from mitigate.tasks import retrieval
@@ -30,7 +30,7 @@ HELPED_RECORDS = 2  # steps of the curriculum up to here get it
 PERFECT = 0.99  # accuracy on fresh prompts below which a base is refused: its faults would be taken for the compressor's
 
 
-class BaseNotLearned(RuntimeError):
+class BaseNotLearned(WorkFailed):
     """The curriculum ended without a base that retrieves."""
 
 
@@ -104,19 +104,10 @@ def _train_and_store(config: BaseConfig, folder: Path, log: Callable[[str], None
         )
     data = save({name: tensor.contiguous() for name, tensor in model.state_dict().items()})
     sha256 = hashlib.sha256(data).hexdigest()
-    _replace(folder / "model.safetensors", data)
+    write_atomic(folder / "model.safetensors", data)
     meta = {"config": to_dict(config), "sha256": sha256, "accuracy": accuracy}
-    _replace(folder / "base.json", json.dumps(meta, indent=1, sort_keys=True).encode())
+    write_atomic(folder / "base.json", json.dumps(meta, indent=1, sort_keys=True).encode())
     return Base(model=model, sha256=sha256, accuracy=accuracy, cached=False)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _with_records(task: TaskConfig, records: int) -> TaskConfig:

@@ -10,8 +10,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import math
-import sys
+import tomllib
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,17 +18,16 @@ import pydantic
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 PRESETS = Path(__file__).parent / "configs"
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ConfigError(ValueError):
     """Bad input from a user: one line that names the field, the bound and the value."""
+
+
+class WorkFailed(RuntimeError):
+    """The input was good and the work did not succeed; the message says what to try."""
 
 
 def _require(holds: bool, field: str, bound: str, got: object) -> None:
@@ -123,9 +121,14 @@ class BaseConfig:
     """Where a base model comes from. "tiny" is a Qwen3ForCausalLM trained here on the retrieval task and cached by this config's hash.
 
     Args:
+        layers, hidden, heads, kv_heads, head_dim, intermediate: shape of the model; `intermediate` is the MLP's width.
+        rope_theta: base of the rotary frequencies.
         updates: the curriculum must be through after so many.
-        settle: updates with a decaying rate after it.
-        tokens_per_batch: batch size times records, at least 32 prompts.
+        settle: updates after it, over which the rate decays to a tenth.
+        learning_rate: of AdamW, until the curriculum is through.
+        tokens_per_batch: a batch holds this // max(records, 4) prompts, at least 32.
+        seed: of the start and of the prompts.
+        task: what it learns; its vocabulary is the model's.
     """
 
     kind: Literal["tiny"] = "tiny"
@@ -155,9 +158,13 @@ class BaseConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TrainConfig:
-    """Fine-tuning: AdamW on all weights, `warmup` updates up, linear decay; half of the batches under each padding protocol.
+    """Fine-tuning: AdamW on all weights (no decay on gate biases), half of the batches under each padding protocol.
 
     Args:
+        updates: optimizer steps; 0 leaves the base and fresh gates as they are.
+        batch: prompts per update.
+        learning_rate: peak rate, reached after `warmup` updates; linear decay to 0 after that.
+        clip: largest norm of the gradient.
         gate_bias_rate: multiplies the learning rate of gate biases. A gate logit ``Z.h + b`` moves about C times faster through Z (C weights that
             Adam steps together) than through b; at 1 a short fine-tune never learns the static gates that long training ends with.
     """
@@ -187,6 +194,8 @@ class ScoreConfig:
     Args:
         period: residues P; must be a multiple of every stride scored with it.
         prompts: logical prompts, each scored at all P placements under each protocol.
+        protocols: padding protocols; A_min is the lowest over them.
+        batch: placements per forward pass, rounded up to whole prompts.
         replicates: bootstrap replicates.
         seed: seed of the prompts; the same for every variant of a study, so that they are compared on the same examples.
     """
@@ -214,12 +223,15 @@ class ScoreConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class CostConfig:
-    """Decode throughput: `steps` tokens after a context of `context` tokens, `batch` sequences, `repeats` interleaved rounds."""
+    """Decode throughput: `steps` tokens after a context of `context` tokens, `batch` sequences, `repeats` rounds, in turn with full attention step by step.
+
+    `steps` should be a multiple of the strides, so that the steps that pool are counted at their share (24 is, for 4, 6, 8 and 12).
+    """
 
     context: int = 4096
     batch: int = 4
     steps: int = 24
-    repeats: int = 8
+    repeats: int = 12
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "steps", "repeats"):
@@ -228,7 +240,7 @@ class CostConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TrialConfig:
-    """Everything one trial depends on."""
+    """Everything one trial depends on. `seed` draws fresh gates and the fine-tuning prompts; the sweep's prompts have their own."""
 
     variant: VariantConfig = dataclasses.field(default_factory=VariantConfig)
     base: BaseConfig = dataclasses.field(default_factory=BaseConfig)
@@ -242,8 +254,8 @@ class TrialConfig:
         _require(self.seed >= 0, "TrialConfig.seed", "at least 0", self.seed)
         period = self.score.period
         if self.variant.compress:
-            needed = math.lcm(self.variant.stride)
-            _require(period % needed == 0, "ScoreConfig.period", f"a multiple of the stride ({needed})", period)
+            stride = self.variant.stride
+            _require(period % stride == 0, "ScoreConfig.period", f"a multiple of the stride ({stride})", period)
         if "outer" in self.score.protocols:
             _require(self.task.filler >= period - 1, "TaskConfig.filler", f"at least period - 1 ({period - 1})", self.task.filler)
         if "in_sequence" in self.score.protocols:

@@ -54,7 +54,7 @@ def shape_of(model: Any) -> Shape:
 
 def bytes_per_token(variant: VariantConfig, shape: Shape) -> float:
     """KV bytes per token in the limit of a long context: ``sum_layers (H_kv d_k b_k + H_kv d_v b_v) (1/S + bypass fraction)``."""
-    return 2 * shape.entry * shape.layers * registry.kept_fraction(variant, layers=shape.layers)
+    return 2 * shape.entry * shape.layers * registry.kept_fraction(variant)
 
 
 def bytes_at(variant: VariantConfig, shape: Shape, length: int) -> int:
@@ -94,13 +94,9 @@ def measure(attached: Attachment, config: CostConfig, *, seed: int = 0) -> Cost:
         raise RuntimeError(f"measure: the cache holds {counted} bytes, the closed form says {expected}")
     with attached.removed():
         full = prefill(model, tokens[:, : config.context])
-    rates: tuple[list[float], list[float]] = ([], [])
-    for repeat in range(config.repeats + 1):  # the first round warms up
-        for which in (0, 1) if repeat % 2 else (1, 0):  # neither side always goes first
-            with attached.removed() if which else nullcontext():
-                rate = _decode_rate(model, (mine, full)[which], tokens[:, config.context :])
-            if repeat:
-                rates[which].append(rate)
+    seconds = np.stack([_step_seconds(attached, mine, full, tokens[:, config.context :]) for _ in range(config.repeats + 1)], axis=1)
+    # The first round warmed up.
+    rate, full_rate = (config.batch * config.steps / _without_hiccups(side[1:]).sum(axis=1) for side in seconds)
     per_token = bytes_per_token(variant, shape)
     return Cost(
         kv_bytes_per_token=per_token,
@@ -110,9 +106,9 @@ def measure(attached: Attachment, config: CostConfig, *, seed: int = 0) -> Cost:
         batch=config.batch,
         kv_bytes_at_context=expected // config.batch,
         kv_bytes_counted=counted // config.batch,
-        decode_tokens_per_s=_quartiles(rates[0]),
-        decode_tokens_per_s_full=_quartiles(rates[1]),
-        throughput_ratio=_quartiles([a / b for a, b in zip(*rates, strict=True)]),
+        decode_tokens_per_s=_quartiles(rate),
+        decode_tokens_per_s_full=_quartiles(full_rate),
+        throughput_ratio=_quartiles(rate / full_rate),
     )
 
 
@@ -124,17 +120,26 @@ def prefill(model: Any, tokens_BT: torch.Tensor) -> Any:
     return cache
 
 
-def _decode_rate(model: Any, filled: Any, tokens_BT: torch.Tensor) -> float:
-    """Tokens per second over all sequences, from the median time of one step, decoding from a copy of a filled cache."""
-    cache = fork(filled)
-    seconds = []
-    for token_B1 in tokens_BT.split(1, dim=1):
-        start = time.perf_counter()
-        model(input_ids=token_B1, cache=cache, use_cache=True)
-        seconds.append(time.perf_counter() - start)
-    return tokens_BT.shape[0] / float(np.median(seconds))
+def _step_seconds(attached: Attachment, mine: Any, full: Any, tokens_BT: torch.Tensor) -> np.ndarray:
+    """Seconds of each decode step, one token of every sequence a step, from copies of two filled caches: [variant and full attention, steps].
+
+    The two take turns step by step, so that whatever else the machine does falls on both.
+    """
+    caches, seconds = (fork(mine), fork(full)), np.empty((2, tokens_BT.shape[1]))
+    for step, token_B1 in enumerate(tokens_BT.split(1, dim=1)):
+        for which in (0, 1) if step % 2 else (1, 0):
+            with attached.removed() if which else nullcontext():
+                start = time.perf_counter()
+                attached.model(input_ids=token_B1, cache=caches[which], use_cache=True)
+                seconds[which, step] = time.perf_counter() - start
+    return seconds
 
 
-def _quartiles(values: list[float]) -> Interval:
+def _without_hiccups(seconds_RT: np.ndarray) -> np.ndarray:
+    """Step times [repeats, steps], each at most three times its step's median over repeats: a hiccup does not count, a step that pools does."""
+    return np.minimum(seconds_RT, 3 * np.median(seconds_RT, axis=0))
+
+
+def _quartiles(values: np.ndarray) -> Interval:
     low, middle, high = np.percentile(values, [25, 50, 75])
     return Interval(value=float(middle), low=float(low), high=float(high))

@@ -6,10 +6,11 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, TypeVar
 
 from mitigate.config import ConfigError, VariantConfig, content_hash, did_you_mean, load_variant, preset_names, preset_path, read_toml
-from mitigate.geometry import Grid
+from mitigate.geometry import Grid, kept_entries_per_token
 
 F = TypeVar("F", bound=Callable[..., Any])
 AXES = ("gate", "tie", "payload", "overlap", "local_window", "stagger", "bypass", "coverage")
@@ -106,13 +107,12 @@ def held_branches(variant: VariantConfig) -> int:
     return int(get("tie", variant.tie).function().held)
 
 
-def kept_fraction(variant: VariantConfig, *, layers: int) -> float:
+def kept_fraction(variant: VariantConfig) -> float:
     """KV bytes in the limit of a long context, as a fraction of full attention's (key and value dims equal)."""
-    del layers  # every layer has the same stride; a per-layer stride would need it
     if not variant.compress:
         return 1.0
-    bypassed = len(bypass_phases(variant)) / variant.stride
-    return held_branches(variant) / 2 / variant.stride + bypassed
+    exact = kept_entries_per_token(variant.stride, bypass_phases(variant))
+    return float(exact - Fraction(2 - held_branches(variant), 2 * variant.stride))  # a summary held once is half an entry
 
 
 def check(variant: VariantConfig, *, layers: int) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import tempfile
 import types
 from collections.abc import Sequence
 from dataclasses import is_dataclass
@@ -23,14 +21,15 @@ from pydantic import BaseModel, ValidationError
 
 from mitigate import pareto
 from mitigate.config import ConfigError, TrialConfig, did_you_mean
+from mitigate.files import write_atomic
 from mitigate.rows import PROTOCOLS, SCHEMA_VERSION, ProtocolScore, Row
 
 _SCALARS = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 
 
 def is_study(path: Path) -> bool:
-    """A folder with a `config.json` or a `trials` folder."""
-    return (path / "config.json").is_file() or (path / "trials").is_dir()
+    """A folder with a `config.json`."""
+    return (path / "config.json").is_file()
 
 
 def require_study(study_dir: Path) -> None:
@@ -39,7 +38,7 @@ def require_study(study_dir: Path) -> None:
         return
     parent = study_dir.absolute().parent
     siblings = sorted(path.name for path in parent.iterdir() if is_study(path)) if parent.is_dir() else []
-    wrong = "is no study: it has neither config.json nor trials/" if study_dir.is_dir() else "is no study: there is no such folder"
+    wrong = "is no study: it has no config.json" if study_dir.is_dir() else "is no study: there is no such folder"
     hint = did_you_mean(study_dir.absolute().name, siblings) if siblings else f"; there is no study in {study_dir.parent} yet"
     raise ConfigError(f"{study_dir} {wrong}{hint}")
 
@@ -70,11 +69,11 @@ def read_rows(study_dir: Path) -> list[Row]:
         ConfigError: `study_dir` is no study, or a result is not a Row of this schema.
     """
     require_study(study_dir)
-    rows = [_read_row(path) for path in sorted(study_dir.glob("trials/*/result.json"))]
+    rows = [read_row(path) for path in sorted(study_dir.glob("trials/*/result.json"))]
     return sorted(rows, key=lambda row: (row.trial is None, row.trial or 0))
 
 
-def _read_row(path: Path) -> Row:
+def read_row(path: Path) -> Row:
     try:
         row = Row.from_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
@@ -98,23 +97,6 @@ def write_tables(study_dir: Path, rows: Sequence[Row]) -> list[Path]:
         "front.json": _front_json(rows, best),
     }
     return [write_atomic(study_dir / name, content) for name, content in contents.items()]
-
-
-def write_atomic(path: Path, content: bytes) -> Path:
-    """Write beside `path`, then rename over it: a reader sees the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return path
 
 
 def table(rows: Sequence[Row]) -> pa.Table:

@@ -32,7 +32,7 @@ class _Record(BaseModel):
 
 
 class Interval(_Record):
-    """A point estimate with its 95 % interval, clustered by logical example."""
+    """A point estimate with an interval: 95 %, clustered by prompt, for accuracies; quartiles over repeats for throughput."""
 
     value: float
     low: float
@@ -103,14 +103,17 @@ class Row(_Record):
     tokens: int = 0  # fine-tuning tokens
     final_loss: float | None = None
     wall_s: float = 0.0
+    base_s: float = 0.0  # loading the base, or training it
     train_s: float = 0.0
     score_s: float = 0.0
     cost_s: float = 0.0
     mean_accuracy: float | None = None  # average over protocols
-    a_min: float | None = None  # lower of the protocols
+    a_min: float | None = None  # lower of the protocols; a_min_low is the lower of their lower ends
     a_min_low: float | None = None
     a_min_high: float | None = None
-    gap: float | None = None  # larger of the protocols
+    gap: float | None = None  # larger of the protocols, with its interval
+    gap_low: float | None = None
+    gap_high: float | None = None
     scores: list[ProtocolScore] = []
     cost: Cost | None = None
     error: Error | None = None

@@ -101,5 +101,4 @@ def summarise(outcomes: Outcomes, protocol: retrieval.Protocol, config: ScoreCon
 
 
 def _interval(estimate: stats.Estimate) -> Interval:
-    # An interval that was built around a debiased centre may miss the plain estimate; it is reported as it is.
     return Interval(value=float(estimate.value), low=float(estimate.low), high=float(estimate.high))

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from mitigate import registry
 from mitigate.cache import SummaryCacheLayer
 from mitigate.compressor import Compressor, Pooled, phase_profile
-from mitigate.config import VariantConfig
+from mitigate.config import ConfigError, VariantConfig
 from mitigate.geometry import Grid
 from mitigate.kernels import attend, reference
 
@@ -30,7 +30,7 @@ BLOCKED_FROM = 192  # tokens from which the blocked path beats one dense masked 
 _MARK = "_mitigate_layer"
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(ConfigError):
     """The model, or the way it is called, cannot carry a variant; the message says why and what to do instead."""
 
 

@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from mitigate import registry
-from mitigate.config import TaskConfig, TrainConfig, VariantConfig
+from mitigate.config import TaskConfig, TrainConfig, VariantConfig, WorkFailed
 from mitigate.readout import logits_at
 from mitigate.surgery import Attachment
 from mitigate.tasks import retrieval
 
 
-class Diverged(RuntimeError):
+class Diverged(WorkFailed):
     """The loss stopped being a finite number."""
 
 
@@ -31,11 +31,11 @@ class Trained:
     loss: float | None
 
 
-def linear_schedule(step: int, *, updates: int, warmup: int, floor: float) -> float:
-    """Factor on the learning rate: up over `warmup` updates, then linearly down to `floor` at the last one."""
+def linear_schedule(step: int, *, updates: int, warmup: int) -> float:
+    """Factor on the learning rate: up over `warmup` updates, then linearly down, to 0 after the last one."""
     if step < warmup:
         return (step + 1) / warmup
-    return 1 - (1 - floor) * (step - warmup) / max(updates - warmup, 1)
+    return 1 - (step - warmup) / max(updates - warmup, 1)
 
 
 def fine_tune(attached: Attachment, task: TaskConfig, config: TrainConfig, *, seed: int, on_update: Callable[[int, float], None] | None = None) -> Trained:
@@ -51,7 +51,7 @@ def fine_tune(attached: Attachment, task: TaskConfig, config: TrainConfig, *, se
     model, variant = attached.model, attached.variant
     parameters = [*model.parameters(), *attached.compressors.parameters()]
     optimizer = torch.optim.AdamW(_groups(attached, config), betas=(0.9, 0.98), fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: linear_schedule(step, updates=config.updates, warmup=config.warmup, floor=0.0))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: linear_schedule(step, updates=config.updates, warmup=config.warmup))
     rng = np.random.default_rng(seed)
     losses, tokens = [], 0
     model.train()
@@ -91,7 +91,10 @@ def _groups(attached: Attachment, config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def coverage_loss(attached: Attachment, variant: VariantConfig) -> torch.Tensor:
-    """``lambda * (coverage(K heads) + coverage(V heads))`` of the last forward, averaged over the sets of heads that the variant's scope names."""
+    """``lambda * (coverage(K heads) + coverage(V heads))`` of the last forward, averaged over the sets of heads that the variant's scope names.
+
+    A gate that K and V share counts in both.
+    """
     function = registry.get("coverage", variant.coverage).function
     layers = attached.phase_profiles()
     sets = layers if variant.coverage_scope == "layer" else [tuple(torch.cat(branch) for branch in zip(*layers, strict=True))]

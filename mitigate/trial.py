@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from safetensors.torch import save
 
 from mitigate import bases, cost, registry, score, train
 from mitigate.config import TrialConfig, content_hash, to_dict
+from mitigate.files import write_atomic
 from mitigate.rows import ProtocolScore, Row, installed_versions
 from mitigate.surgery import BACKEND, Attachment, attach
 
@@ -43,22 +45,26 @@ def run_trial(
         ConfigError: the variant names an unknown strategy.
         BaseNotLearned, Diverged: training went wrong. Anything else is a bug; callers that must go on turn it into a Row themselves.
     """
-    start = time.perf_counter()
+    marks = [time.perf_counter()]
     registry.check(config.variant, layers=config.base.layers)
-    base = bases.load(config.base, cache or Path("cache"), log=log)
+    cache = cache or Path("cache")
+    base = bases.load(config.base, cache, log=log)
+    marks.append(time.perf_counter())
     torch.manual_seed(config.seed)
     with attach(base.model, config.variant) as attached:
         trained = train.fine_tune(attached, config.task, config.train, seed=config.seed, on_update=_reporter(config, log))
-        train_s = time.perf_counter() - start
+        marks.append(time.perf_counter())
         scores = [
             score.summarise(score.run_sweep(attached, config.task, protocol, config.score), protocol, config.score) for protocol in config.score.protocols
         ]
-        score_s = time.perf_counter() - start - train_s
-        measured = cost.measure(attached, config.cost, seed=config.seed)
-        cost_s = time.perf_counter() - start - train_s - score_s
+        marks.append(time.perf_counter())
+        with FileLock(cache / "bench.lock"):  # two workers of a machine do not measure at once
+            measured = cost.measure(attached, config.cost, seed=config.seed)
+        marks.append(time.perf_counter())
         if out is not None:
             store_weights(attached, out)
-    worst = min(scores, key=lambda s: s.a_min.value)
+    base_s, train_s, score_s, cost_s = (after - before for before, after in itertools.pairwise(marks))
+    worst, widest = min(scores, key=lambda s: s.a_min.value), max(scores, key=lambda s: s.gap.value)
     return Row(
         status="ok",
         label=label or registry.describe(config.variant),
@@ -74,15 +80,18 @@ def run_trial(
         updates=trained.updates,
         tokens=trained.tokens,
         final_loss=trained.loss,
-        wall_s=time.perf_counter() - start,
+        wall_s=time.perf_counter() - marks[0],
+        base_s=base_s,
         train_s=train_s,
         score_s=score_s,
         cost_s=cost_s,
         mean_accuracy=_average(scores),
         a_min=worst.a_min.value,
-        a_min_low=worst.a_min.low,
+        a_min_low=min(s.a_min.low for s in scores),  # whichever protocol is the lower one
         a_min_high=worst.a_min.high,
-        gap=max(s.gap.value for s in scores),
+        gap=widest.gap.value,
+        gap_low=widest.gap.low,
+        gap_high=widest.gap.high,
         scores=scores,
         cost=measured,
     )
@@ -104,12 +113,5 @@ def _reporter(config: TrialConfig, log: Callable[[str], None]) -> Callable[[int,
 
 def store_weights(attached: Attachment, folder: Path) -> None:
     """Write the fine-tuned model and its compressors as safetensors, each file whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
     for name, module in ((MODEL_FILE, attached.model), (COMPRESSOR_FILE, attached.compressors)):
-        data = save({key: tensor.detach().contiguous() for key, tensor in module.state_dict().items()})
-        partial = folder / f"{name}.partial"
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(folder / name)
+        write_atomic(folder / name, save({key: tensor.detach().contiguous() for key, tensor in module.state_dict().items()}))

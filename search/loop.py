@@ -24,10 +24,8 @@ from mitigate import pareto
 from mitigate.config import SearchConfig, VariantConfig, canonical_json
 from mitigate.rows import Error, Row
 from mitigate.search.space import SearchSpace
-from mitigate.search.study import Proposal, StudyOwner, check_anchors, read_rows
+from mitigate.search.study import Proposal, StudyOwner, check_anchors
 from mitigate.search.workers import Executor, ExecutorError, InlineExecutor, RayExecutor, Task
-
-__all__ = ["SearchOutcome", "read_rows", "run_search"]
 
 RUN_TRIAL = "mitigate.trial:run_trial"
 POLL_S = 1.0
@@ -86,7 +84,8 @@ def run_search(
         address: of a Ray cluster; None starts Ray on this machine.
         inline: run trials one by one in this process, without Ray (no deadlines, and a crash of a trial ends the search).
         run: the trial function, "module:function", imported by the workers.
-        prepare: called once before the first trial of this call, not at all when there is none.
+        prepare: called once before the first trial of this call, not at all when there is none. What it raises passes; the trial that waits for it
+            stays running in the study, and runs on the next call.
         console: where to print; a terminal gets a live status line.
         command: what continues the search, for messages; the running command line if None.
 

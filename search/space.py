@@ -111,6 +111,7 @@ class SearchSpace:
         fields = {key: value for key, value in params.items() if key != "overlap"}
         stride = params.get("stride", DEFAULTS["stride"])
         if "window" not in params and isinstance(stride, int):
+            # as mitigate.variants.overlap, whose import would bring torch to a search that has nothing left to run
             fields["window"] = max(1, ceil(stride * Fraction(str(params.get("overlap", "1")))))
         return canonical(from_dict(VariantConfig, fields))
 

@@ -6,6 +6,7 @@ A study folder holds
     study.journal   Optuna's journal; this module alone writes it
     driver.lock     held while a driver runs, with its process id and host
     trials/NNNN/    result.json (a Row) and whatever the trial writes
+    orphans/        trial folders whose proposal a damaged journal lost
 
 A proposal is sampled in an in-memory mirror and stored as one RUNNING record, so that a kill leaves a whole trial or none. Each has a fresh sampler
 seeded from (seed, number), and records the finished trials that it knew. Failed trials are told PRUNED with the constraint "failed" = 1: TPE ignores
@@ -23,7 +24,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import filelock
 import numpy as np
@@ -35,11 +36,14 @@ from optuna.trial import FrozenTrial, TrialState
 
 from mitigate import pareto
 from mitigate.config import ConfigError, SearchConfig, VariantConfig, canonical_json, content_hash, from_dict, load_variant, to_dict
+from mitigate.files import write_atomic
 from mitigate.rows import Row
 from mitigate.search.space import Choice, SearchSpace, variant_key
-from mitigate.search.workers import OBJECTIVES, objective_values, read_result, result_path
+from mitigate.search.workers import objective_values, read_result, result_path
 
 FORMAT = 1
+METRICS = tuple(objective.name.removeprefix("cost.") for objective in pareto.OBJECTIVES)  # as Optuna stores them
+DIRECTIONS: tuple[Literal["minimize", "maximize"], ...] = tuple("maximize" if objective.maximise else "minimize" for objective in pareto.OBJECTIVES)
 HV_REFERENCE = dict(zip(("kv_kept", "throughput_ratio", "mean_accuracy", "a_min"), pareto.REFERENCE, strict=True))
 CHANGEABLE = ("trials", "workers", "max_hours", "trial_timeout_s")  # how much and how fast, not what a trial is
 RESAMPLES = 50  # proposals of the sampler before chance decides
@@ -181,7 +185,7 @@ class StudyOwner:
         return self._sampled(trials, seed, seen) or self._left_over(seed, seen)
 
     def _sampled(self, trials: list[FrozenTrial], seed: int, seen: set[str]) -> _Draft | None:
-        mirror = optuna.create_study(directions=[direction for _, direction in OBJECTIVES], sampler=self._sampler(seed))
+        mirror = optuna.create_study(directions=DIRECTIONS, sampler=self._sampler(seed))
         mirror.add_trials(trials)
         for _ in range(RESAMPLES):
             params = self.space.suggest(mirror.ask())  # a refused one stays RUNNING there, which turns the sampler away from it
@@ -225,17 +229,18 @@ class StudyOwner:
             "anchor": draft.anchor,
             "variant": canonical_json(draft.variant),
             "variant_key": variant_key(draft.variant),
-            "kv_kept": float(registry.kept_fraction(draft.variant, layers=self.config.trial.base.layers)),
+            "kv_kept": float(registry.kept_fraction(draft.variant)),
             "seed": self.config.trial.seed,
             "sampler_seed": seed,
             "known": known,
         }
 
     def _set_aside(self, number: int) -> None:
-        """Move a folder that a lost journal record left behind out of the way of a new trial with its number."""
-        folder = self.trial_folder(number)
+        """Move a folder that a lost journal record left behind out of `trials/`, where its result would count beside that of the new trial."""
+        folder, orphans = self.trial_folder(number), self.folder / "orphans"
         if result_path(folder).exists():
-            folder.rename(_unused(folder.parent, f"{folder.name}.orphan"))
+            orphans.mkdir(exist_ok=True)
+            folder.rename(_unused(orphans, folder.name))
 
 
 def anchor_variants(config: SearchConfig) -> list[tuple[str, VariantConfig]]:
@@ -256,15 +261,6 @@ def check_anchors(config: SearchConfig, space: SearchSpace) -> None:
                 space.check(variant)
         except ConfigError as error:
             raise ConfigError(f"SearchConfig.anchors {name!r}: {error}") from None
-
-
-def read_rows(folder: Path) -> list[Row]:
-    """Rows of a study folder's finished trials, by number; takes no lock. ConfigError for a folder that is no study, or a damaged result."""
-    if not (folder / "config.json").exists():
-        raise ConfigError(f"{folder} is not a study folder: it has no config.json")
-    trials = (path for path in (folder / "trials").glob("*") if path.name.isdigit())
-    rows = (read_result(path) for path in sorted(trials, key=lambda path: int(path.name)))
-    return [row for row in rows if row is not None]
 
 
 def _proposal(trial: FrozenTrial) -> Proposal:
@@ -293,15 +289,9 @@ def _lock(folder: Path) -> filelock.BaseFileLock:
 
 
 def _write_config(folder: Path, config: SearchConfig) -> None:
-    path, text = folder / "config.json", canonical_json(config) + "\n"
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return
-    temporary = folder / ".config.json.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    path, content = folder / "config.json", f"{canonical_json(config)}\n".encode()
+    if not path.exists() or path.read_bytes() != content:
+        write_atomic(path, content)
 
 
 def _require_same_config(folder: Path, config: SearchConfig) -> None:
@@ -312,9 +302,12 @@ def _require_same_config(folder: Path, config: SearchConfig) -> None:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is damaged: {error}") from None
-    found = differences(_fixed(stored), _fixed(to_dict(config)))
+    _require_none(folder, differences(_fixed(stored), _fixed(to_dict(config))))
+
+
+def _require_none(folder: Path, found: list[str]) -> None:
     if found:
-        raise ConfigError(f"results folder {folder} belongs to another config: {'; '.join(found)}")
+        raise ConfigError(f"results folder {folder} belongs to another config: {'; '.join(found)}; give the search another name or move the folder away")
 
 
 def _fixed(config: dict[str, Any]) -> dict[str, Any]:
@@ -353,7 +346,7 @@ def _load(folder: Path, config: SearchConfig, space: SearchSpace) -> optuna.Stud
     if names:
         study = optuna.load_study(study_name=config.name, storage=storage, sampler=sampler)
     else:
-        study = optuna.create_study(study_name=config.name, storage=storage, sampler=sampler, directions=[d for _, d in OBJECTIVES])
+        study = optuna.create_study(study_name=config.name, storage=storage, sampler=sampler, directions=DIRECTIONS)
     _require_same_study(study, folder, _guard(config, space))
     return study
 
@@ -363,8 +356,8 @@ def _guard(config: SearchConfig, space: SearchSpace) -> dict[str, Any]:
     fixed = json.dumps(_fixed(to_dict(config)), sort_keys=True, separators=(",", ":"))
     return {
         "format": FORMAT,
-        "directions": [direction for _, direction in OBJECTIVES],
-        "metric_names": [name for name, _ in OBJECTIVES],
+        "directions": list(DIRECTIONS),
+        "metric_names": list(METRICS),
         "space": space.fingerprint(),
         "config": fixed,
         "anchors": {name: content_hash(variant) for name, variant in anchor_variants(config)},
@@ -383,8 +376,7 @@ def _require_same_study(study: optuna.Study, folder: Path, guard: dict[str, Any]
     found = differences(_readable(stored or {}), _readable(guard))
     directions = [direction.name.lower() for direction in study.directions]
     found += differences(directions, guard["directions"], "directions")
-    if found:
-        raise ConfigError(f"results folder {folder} belongs to another config: {'; '.join(found)}")
+    _require_none(folder, found)
 
 
 def _readable(guard: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Where trials run: in this process, or as Ray tasks. Both executors have one protocol and leave `result.json` in each trial's folder.
 
 The first result that a trial's folder gets stays: it is written to a temporary file, synced and linked into place, and later ones are dropped. So a
-finished trial cannot be lost or contradicted by a late worker. A trial uses one core and no GPU. Trial folders must be visible to every worker.
+finished trial cannot be lost or contradicted by a late worker. A trial uses one core and no GPU.
+
+On a cluster every node must have mitigate installed, and must see the results folder and the cache folder under the paths that they have here.
 """
 
 from __future__ import annotations
@@ -20,20 +22,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-import pydantic
-
-from mitigate.config import ConfigError, TrialConfig, content_hash, from_dict, to_dict
+from mitigate import pareto
+from mitigate.config import TrialConfig, content_hash, from_dict, to_dict
 from mitigate.rows import Error, Row, installed_versions
 
-Direction = Literal["minimize", "maximize"]
-OBJECTIVES: tuple[tuple[str, Direction], ...] = (
-    ("kv_bytes_per_token", "minimize"),
-    ("throughput_ratio", "maximize"),
-    ("mean_accuracy", "maximize"),
-    ("a_min", "maximize"),
-)
 MAX_ATTEMPTS = 3  # executions of a trial whose worker dies
 START_GRACE_S = 120.0  # a task that has not begun after its timeout, or after this if longer, counts as one that gets no CPU
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray refuses less than 75 MiB
@@ -113,25 +107,22 @@ def write_result(folder: Path, row: Row) -> None:
 
 
 def read_result(folder: Path) -> Row | None:
-    """The Row of a trial folder, None without one. ConfigError names a file that is no Row."""
+    """The Row of a trial folder, None without one. ConfigError names a file that is no Row of this schema."""
+    from mitigate import results  # imports pyarrow, which a worker does not need
+
     path = result_path(folder)
-    try:
-        return Row.from_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (pydantic.ValidationError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a result: {str(error).splitlines()[0]}") from None
+    return results.read_row(path) if path.exists() else None
 
 
 def objective_values(row: Row) -> list[float]:
-    """The four objectives in stored order. InvalidResultError if one is missing or not finite."""
-    cost = row.cost
-    found = (cost.kv_bytes_per_token if cost else None, cost.throughput_ratio.value if cost else None, row.mean_accuracy, row.a_min)
-    values: list[float] = []
-    for (name, _), value in zip(OBJECTIVES, found, strict=True):
-        if value is None or not math.isfinite(value):
-            raise InvalidResultError(f"trial function returned {name} = {value}, expected a finite number")
-        values.append(float(value))
+    """The objectives in the order of `pareto.OBJECTIVES`. InvalidResultError if one is missing or not finite."""
+    found = pareto.objectives(row)
+    if found is None:
+        raise InvalidResultError("trial function returned a Row without all of cost, mean_accuracy and a_min")
+    values = [float(value) for value in found]
+    for objective, value in zip(pareto.OBJECTIVES, values, strict=True):
+        if not math.isfinite(value):
+            raise InvalidResultError(f"trial function returned {objective.name} = {value}, expected a finite number")
     return values
 
 
@@ -283,7 +274,7 @@ class RayExecutor:
         try:
             import ray
         except ImportError as error:
-            raise ExecutorError(f"ray is not installed ({error}): install mitigate[ray] or run the trials inline") from error
+            raise ExecutorError(f"ray is not installed ({error}): install ray, or run with --inline") from error
         self._ray: Any = ray
         self._owns = not ray.is_initialized()
         if self._owns:

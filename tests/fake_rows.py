@@ -102,7 +102,7 @@ def fake_row(
         cost_s=4.0,
         mean_accuracy=float(np.mean([score.mean.value for score in scores])),
         a_min=worst.a_min.value,
-        a_min_low=worst.a_min.low,
+        a_min_low=min(s.a_min.low for s in scores),
         a_min_high=worst.a_min.high,
         gap=max(score.gap.value for score in scores),
         scores=scores,

@@ -169,7 +169,7 @@ def test_measured_cost(qwen3: PreTrainedModel, name: str) -> None:
             assert torch.equal(whole(qwen3, tokens(qwen3, 20)), wanted), "the variant is back on"
     shape = cost.shape_of(qwen3)
     assert measured.kv_bytes_counted == measured.kv_bytes_at_context == cost.bytes_at(variant, shape, 50)
-    assert measured.kv_kept == pytest.approx(registry.kept_fraction(variant, layers=2))
+    assert measured.kv_kept == pytest.approx(registry.kept_fraction(variant))
     assert measured.kv_constant_bytes == pytest.approx(measured.kv_bytes_counted - 50 * measured.kv_bytes_per_token)
     assert 0 < measured.throughput_ratio.low <= measured.throughput_ratio.value <= measured.throughput_ratio.high
 

@@ -13,23 +13,19 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "mitigate"
 
 # A unit is a module of the package, or a folder with all that is under it. Imports go down, or stay within a unit.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"", "geometry", "config", "rows", "stats", "spectrum", "kernels"}),  # "" is mitigate/__init__.py
+    frozenset({"", "files", "geometry", "config", "rows", "stats", "spectrum", "kernels"}),  # "" is mitigate/__init__.py
     frozenset({"registry", "variants", "compressor"}),
     frozenset({"surgery", "cache", "readout", "bases", "tasks"}),
     frozenset({"train", "score", "cost"}),
@@ -567,3 +563,22 @@ def test_no_file_holds_anything_local() -> None:
             continue  # binary
         found += local_violations(path, text)
     assert found == []
+
+
+def dead_links(text: str, root: Path) -> list[str]:
+    """Relative links and images of a Markdown text that lead nowhere, and placeholders left in it."""
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
+    dead = [target for target in targets if "://" not in target and not (root / target).exists()]
+    return dead + re.findall(r"@@\w+@@", text)
+
+
+def test_dead_links_are_found(tmp_path: Path) -> None:
+    (tmp_path / "there.md").write_text("x")
+    text = "[a](there.md) [b](there.md#part) [c](https://example.org/x) ![d](gone.png) @@TODO@@"
+    assert dead_links(text, tmp_path) == ["gone.png", "@@TODO@@"]
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/README.md", "docs/statistics.md", "docs/findings.md"])
+def test_documents_have_no_dead_links(name: str) -> None:
+    path = ROOT / name
+    assert dead_links(path.read_text(encoding="utf-8"), path.parent) == []

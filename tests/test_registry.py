@@ -178,7 +178,7 @@ def test_bypass_phases_by_hand() -> None:
     ],
 )
 def test_kept_fraction_by_hand(fields: dict[str, Any], kept: float) -> None:
-    assert registry.kept_fraction(VariantConfig(**fields), layers=3) == pytest.approx(kept, rel=1e-15)
+    assert registry.kept_fraction(VariantConfig(**fields)) == pytest.approx(kept, rel=1e-15)
 
 
 def test_kept_fraction_agrees_with_the_entries_of_geometry() -> None:
@@ -186,7 +186,7 @@ def test_kept_fraction_agrees_with_the_entries_of_geometry() -> None:
         variant = preset.variant
         if variant.compress and variant.tie != "kv":
             entries = kept_entries_per_token(variant.stride, registry.bypass_phases(variant))
-            assert registry.kept_fraction(variant, layers=2) == pytest.approx(float(entries))
+            assert registry.kept_fraction(variant) == pytest.approx(float(entries))
 
 
 def test_describe_by_hand() -> None:
@@ -233,7 +233,7 @@ def test_a_strategy_can_be_added_and_is_used() -> None:
     variant = VariantConfig(bypass="third")
     registry.check(variant, layers=2)
     assert registry.bypass_phases(variant) == (2,)
-    assert registry.kept_fraction(variant, layers=2) == 2 / 8
+    assert registry.kept_fraction(variant) == 2 / 8
     assert registry.describe(variant) == "w8s8 bypass-third"
     assert registry.strategies("bypass")[-1].name == "third"
     with pytest.raises(ValueError, match="register: bypass 'third' is taken"):

@@ -13,6 +13,7 @@ import pytest
 
 from mitigate import pareto, results
 from mitigate.config import ConfigError
+from mitigate.files import write_atomic
 from mitigate.rows import Row
 from tests.fake_rows import fake_rows
 
@@ -48,7 +49,7 @@ def test_missing_folder_suggests_a_sibling_study(tmp_path: Path) -> None:
     (tmp_path / "quickstat").mkdir()
     with pytest.raises(ConfigError, match=r"quickstrat is no study: there is no such folder; did you mean 'quickstart'\?$"):
         results.read_rows(tmp_path / "quickstrat")
-    with pytest.raises(ConfigError, match=r"neither config.json nor trials/; did you mean 'quickstart'\?$"):
+    with pytest.raises(ConfigError, match=r"no config.json; did you mean 'quickstart'\?$"):
         results.read_rows(tmp_path / "quickstat")
 
 
@@ -141,14 +142,14 @@ def test_unknown_config_keys_are_kept_even_when_types_mix() -> None:
 
 
 def test_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = results.write_atomic(tmp_path / "a.txt", b"old")
+    path = write_atomic(tmp_path / "a.txt", b"old")
 
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        results.write_atomic(path, b"new")
+        write_atomic(path, b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 

@@ -15,8 +15,8 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from mitigate import pareto
+from mitigate.files import write_atomic
 from mitigate.report import data, figures, style
-from mitigate.results import write_atomic
 from mitigate.rows import Row
 
 TEMPLATE = Path(__file__).with_name("template.html")
@@ -56,7 +56,11 @@ DRAWINGS = (
 
 HOW_TO_READ = (
     ("KV kept", "KV-cache bytes per token in the limit of a long context, as a fraction of full attention's. Less is better."),
-    ("Mean accuracy", "fraction of queries answered exactly, averaged over all residues and over the padding protocols. It hides weak spots."),
+    (
+        "Mean accuracy",
+        "fraction of queries answered exactly, averaged over all residues and over the padding protocols. Queries whose answer an earlier query of "
+        "the prompt already showed are left out. It hides weak spots.",
+    ),
     ("A_min", "accuracy at the worst residue, the lower of both protocols. This is what a fact gets that happens to stand in the wrong place."),
     ("Gap", "best minus worst residue, the larger of both protocols. Residue: position of the queried record modulo the sweep's period P."),
     (
@@ -204,5 +208,6 @@ def _task(rows: Sequence[Row], config_dict: dict[str, Any]) -> str:
         return ""
     return (
         f"Each prompt holds {task['records']} records, a key directly followed by its name, then {task['queries']} queries; "
-        "a query counts when the most likely next token is the key's name. "
+        "a query is answered when the most likely next token is the key's name. A query whose answer an earlier query of the prompt already showed is left "
+        "out of the scores. "
     )

@@ -13,7 +13,6 @@ Shapes: B prompts, R records, Q queries, T tokens, P placements (= residues).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -173,11 +172,3 @@ def sweep(task: TaskConfig, protocol: Protocol, *, period: int, prompts: int, se
         before = lockstep_offsets(task, period) if protocol == "outer" else mixed_offsets(task, period, rng)
         keys, names, queried, padding = (np.repeat(part, period, axis=0) for part in content)
         yield _assemble(keys, names, queried, padding, before)
-
-
-def digest(batches: Iterator[Prompts]) -> str:
-    """sha256 over the tokens of a sweep, in hex."""
-    state = hashlib.sha256()
-    for batch in batches:
-        state.update(np.ascontiguousarray(batch.tokens, dtype="<i8").tobytes())
-    return state.hexdigest()

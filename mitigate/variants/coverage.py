@@ -32,5 +32,9 @@ def entropy(profile_HS: torch.Tensor, *, threshold: float) -> torch.Tensor:
 
 @register("coverage", "hinge", summary="sum_r relu(tau - max_h gate_h(r)): every phase has a head that gives it at least tau", source=SOURCE)
 def hinge(profile_HS: torch.Tensor, *, threshold: float) -> torch.Tensor:
-    """0 when every phase is some head's with at least `threshold` of its mass."""
+    """0 when every phase is some head's with at least `threshold` of its mass.
+
+    A profile sums to 1, so that a head serves at most 1/threshold phases: with fewer than S * threshold heads in the set, as with one head per layer,
+    S = 8 and a threshold above 1/8, 0 is out of reach, and the loss only pushes mass above the threshold down to it.
+    """
     return torch.relu(threshold - profile_HS.max(dim=0).values).sum()

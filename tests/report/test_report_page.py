@@ -148,6 +148,12 @@ def test_tables_carry_sortable_values_in_every_row() -> None:
     assert values and all(float(value) >= 0 for value in values if value)
 
 
+def test_what_is_left_out_of_the_accuracies_is_told() -> None:
+    text = " ".join("".join(Page(render(fake_rows(3))).text).split())
+    assert "Queries whose answer an earlier query of the prompt already showed are left out." in text
+    assert "A query whose answer an earlier query of the prompt already showed is left out of the scores. Outer padding" in text
+
+
 def test_what_was_searched_is_told() -> None:
     text = "".join(Page(render(fake_rows(3))).text)
     for words in ("3 of 20", "tpe, seed 0", "space: window", "8, 16", "torch 2.13.0", "cpu (2 cores)", "reference", "24 residues", "32 records", "96 prompts"):

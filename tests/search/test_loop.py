@@ -23,7 +23,8 @@ from rich.console import Console
 import mitigate.search.loop as loop
 from mitigate import pareto
 from mitigate.config import ConfigError, SearchConfig, TrialConfig, from_dict, to_dict
-from mitigate.search.loop import SearchOutcome, read_rows, run_search
+from mitigate.results import read_rows
+from mitigate.search.loop import SearchOutcome, run_search
 from mitigate.search.study import StudyOwner
 
 Make = Callable[..., SearchConfig]
@@ -86,6 +87,43 @@ def test_prepare_runs_once_before_the_first_trial(make_config: Make, tmp_path: P
     calls: list[bool] = []
     search(make_config(trials=3), tmp_path, prepare=lambda: calls.append((tmp_path / "study" / "executions.log").exists()))
     assert calls == [False]
+
+
+@pytest.mark.parametrize("done", [0, 2])
+def test_a_prepare_that_fails_loses_nothing(make_config: Make, tmp_path: Path, done: int) -> None:
+    """As when the base is not learned: the error passes, the folder is free again, and the waiting trial keeps its number, also the second time."""
+    config = make_config(trials=5)
+    if done:
+        search(make_config(trials=done), tmp_path)
+
+    def fail() -> None:
+        raise RuntimeError("base is still at 4 of 32 records")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^base is still at 4 of 32 records$"):
+            search(config, tmp_path, prepare=fail)
+        assert [row.trial for row in read_rows(tmp_path / "study")] == list(range(done))
+        with StudyOwner.open(config, tmp_path) as owner:
+            assert [proposal.number for proposal in owner.running()] == [done] and owner.total == done + 1
+            waiting = owner.running()[0]
+    outcome, _ = search(config, tmp_path)
+    assert (outcome.stopped, outcome.ok, outcome.running) == ("budget", 5, 0)
+    assert set(executions(tmp_path).values()) == {1}
+    assert from_dict(TrialConfig, read_rows(outcome.folder)[done].config).variant == waiting.variant
+
+
+def test_ctrl_c_while_preparing_is_an_interruption(make_config: Make, tmp_path: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    outcome, text = search(make_config(trials=3), tmp_path, prepare=interrupt)
+    assert (outcome.stopped, outcome.ok, outcome.running) == ("interrupted", 0, 1) and "continue with: mitigate again" in text
+    assert search(make_config(trials=3), tmp_path)[0].ok == 3
+
+
+def test_a_study_without_a_finished_trial_can_be_read(make_config: Make, tmp_path: Path) -> None:
+    outcome, _ = search(make_config(trials=3, max_hours=1e-9), tmp_path)
+    assert (outcome.stopped, outcome.ok) == ("time", 0) and read_rows(outcome.folder) == []
 
 
 def driver_env() -> dict[str, str]:

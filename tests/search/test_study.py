@@ -14,9 +14,10 @@ import pytest
 from optuna.trial import TrialState
 
 from mitigate.config import ConfigError, SearchConfig, VariantConfig, canonical_json
+from mitigate.results import read_rows
 from mitigate.search.space import SearchSpace, variant_key
-from mitigate.search.study import HV_REFERENCE, Proposal, StudyBusyError, StudyOwner, anchor_variants, check_anchors, read_rows, repair_journal
-from mitigate.search.workers import OBJECTIVES, Task, failure_row, read_result, write_result
+from mitigate.search.study import DIRECTIONS, HV_REFERENCE, METRICS, Proposal, StudyBusyError, StudyOwner, anchor_variants, check_anchors, repair_journal
+from mitigate.search.workers import Task, failure_row, read_result, write_result
 
 Make = Callable[..., SearchConfig]
 
@@ -68,8 +69,10 @@ def test_anchors_come_first_and_the_record_says_everything(make_config: Make, tm
     assert first.user_attrs["seed"] == 0 and isinstance(first.user_attrs["sampler_seed"], int)
     variant = owner.space.to_variant(first.params)
     assert json.loads(first.user_attrs["variant"])["stride"] == variant.stride and first.user_attrs["variant_key"] == variant_key(variant)
-    assert first.state == TrialState.COMPLETE and len(first.values) == len(OBJECTIVES) == 4
-    assert owner._study.metric_names == [name for name, _ in OBJECTIVES]
+    assert first.state == TrialState.COMPLETE and len(first.values) == 4
+    assert METRICS == ("kv_bytes_per_token", "throughput_ratio", "mean_accuracy", "a_min")  # stored: a change makes every study another's
+    assert DIRECTIONS == ("minimize", "maximize", "maximize", "maximize")
+    assert owner._study.metric_names == list(METRICS)
     assert owner._study.user_attrs["guard"]["hv_reference"] == HV_REFERENCE
 
 
@@ -148,7 +151,7 @@ def test_results_of_a_trial_that_the_journal_lost_are_set_aside(make_config: Mak
         lost = Proposal(number=2, variant=VariantConfig(gate="vector"), label="lost", anchor=False)
         write_result(owner.trial_folder(2), row_of(owner, lost))
         owner.propose()
-        assert (owner.folder / "trials" / "0002.orphan.1" / "result.json").exists()
+        assert (owner.folder / "orphans" / "0002.1" / "result.json").exists()
         assert not (owner.trial_folder(2) / "result.json").exists()
     assert len(read_rows(owner.folder)) == 2
 
@@ -203,6 +206,7 @@ def test_another_config_is_refused_with_its_differences_and_nothing_changes(
     with pytest.raises(ConfigError, match=r"belongs to another config: ") as caught:
         StudyOwner.open(make_config(**changes), tmp_path)
     assert all(line in str(caught.value) for line in lines) and "\n" not in str(caught.value)
+    assert str(caught.value).endswith("; give the search another name or move the folder away")
     assert contents(owner.folder) == before
 
 
@@ -280,12 +284,10 @@ def test_a_kill_while_the_study_is_created_can_be_resumed(make_config: Make, tmp
         assert path.read_bytes().count(b'"guard"') == 1
 
 
-def test_read_rows_says_what_is_wrong(make_config: Make, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a study folder"):
-        read_rows(tmp_path)
+def test_a_damaged_result_is_refused_by_its_file(make_config: Make, tmp_path: Path) -> None:
     with StudyOwner.open(make_config(), tmp_path) as owner:
         advance(owner, 1)
     result = owner.trial_folder(0) / "result.json"
     result.write_text("{")
-    with pytest.raises(ConfigError, match=rf"{result} is not a result"):
-        read_rows(owner.folder)
+    with pytest.raises(ConfigError, match=rf"{result} is not a Row"):
+        StudyOwner.open(make_config(), tmp_path)

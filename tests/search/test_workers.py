@@ -15,7 +15,8 @@ from optuna.trial import TrialState
 from rich.console import Console
 
 from mitigate.config import SearchConfig, TrialConfig, canonical_json
-from mitigate.search.loop import read_rows, run_search
+from mitigate.results import read_rows
+from mitigate.search.loop import run_search
 from mitigate.search.study import StudyOwner
 from mitigate.search.workers import Executor, ExecutorError, InlineExecutor, RayExecutor, Task
 
