@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mitigate.surgery import Attachment
+from mitigate.surgery import Attachment, spread
 
 
 def logits_at(attached: Attachment, tokens_BT: torch.Tensor, positions_A: torch.Tensor) -> torch.Tensor:
@@ -51,9 +51,3 @@ def _cut(module: nn.Module, positions_A: torch.Tensor) -> tuple[Any, Any]:
         return spread(output_BAC, positions_A, length)
 
     return module.register_forward_pre_hook(select), module.register_forward_hook(scatter)
-
-
-def spread(x_BAF: torch.Tensor, positions_A: torch.Tensor, length: int) -> torch.Tensor:
-    """Rows back at their positions among `length`, zeros elsewhere: [B, A, ...] -> [B, T, ...]."""
-    full = x_BAF.new_zeros(x_BAF.shape[0], length, *x_BAF.shape[2:])
-    return full.index_copy(1, positions_A, x_BAF)

@@ -34,6 +34,12 @@ class UnsupportedModel(ConfigError):
     """The model, or the way it is called, cannot carry a variant; the message says why and what to do instead."""
 
 
+def spread(x_BAF: torch.Tensor, positions_A: torch.Tensor, length: int) -> torch.Tensor:
+    """Rows back at their positions among `length`, zeros elsewhere: [B, A, ...] -> [B, T, ...]."""
+    full = x_BAF.new_zeros(x_BAF.shape[0], length, *x_BAF.shape[2:])
+    return full.index_copy(1, positions_A, x_BAF)
+
+
 class AttachedLayer:
     """What one attention module needs while a variant is attached."""
 
@@ -161,8 +167,7 @@ class AttachedLayer:
             return attend.attend(q_BHTD, k_BGMD, v_BGMD, mask, scale).transpose(1, 2)
         rows = mask.unflatten(0, (repeat, length))[:, self.queries].flatten(0, 1)
         out_BHAD = attend.attend(q_BHTD[:, :, self.queries], k_BGMD, v_BGMD, rows, scale)
-        out_BTHD = out_BHAD.new_zeros(out_BHAD.shape[0], length, *out_BHAD.shape[1::2])
-        return out_BTHD.index_copy(1, self.queries, out_BHAD.transpose(1, 2))
+        return spread(out_BHAD.transpose(1, 2), self.queries, length)
 
     def _summaries(self, hidden: Any, key: Any, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if hidden is None or key is None:
@@ -201,8 +206,9 @@ class AttachedLayer:
             with torch.inference_mode(False):  # a kept mask must also serve a later backward pass
                 grid, device = self.grid, like.device
                 first = grid.stored_exact_lo(past, self.local) if past else 0
-                older = [t for t in range(first) if grid.phase(t) in self.phases]
-                keys = torch.cat([torch.tensor(older, dtype=torch.int64), torch.arange(first, past + length)]).to(device)
+                older = torch.arange(first, device=device)
+                older = older[reference.is_bypassed(older, stride=grid.stride, origin=grid.origin, phases=self.phases)]
+                keys = torch.cat([older, torch.arange(first, past + length, device=device)])
                 visible_TM = reference.visible(
                     torch.arange(past, past + length, device=device),
                     keys,
