@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -19,6 +20,9 @@ _TRIAL_FILES = {"model.safetensors", "compressor.safetensors", "phase_curve.png"
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 the work failed, 2 bad input, 130 interrupted."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # tables and bars are Unicode; a terminal that is not shows "?"
     arguments = _parser().parse_args(argv)
     command: Command = arguments.command
     try:
@@ -35,6 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (NotADirectoryError, FileExistsError, IsADirectoryError, PermissionError) as error:
+        print(f"mitigate: {error.filename}: {(error.strerror or str(error)).lower()}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,8 +110,7 @@ def _cache(parser: argparse.ArgumentParser) -> None:
 def _study(arguments: argparse.Namespace) -> Path:
     """A study folder as given, or by its name under the results folder."""
     named: Path = arguments.study
-    under: Path = arguments.results / named
-    return under if not named.exists() and under.exists() else named
+    return named if (named / "config.json").is_file() else arguments.results / named
 
 
 def _search(arguments: argparse.Namespace) -> int:
@@ -129,7 +135,9 @@ def _search(arguments: argparse.Namespace) -> int:
     print(tables.front_table(rows))
     print(outcome.message)
     print(f"report: {outcome.folder / 'report.html'}")
-    return 0 if outcome.finished else 1
+    if outcome.stopped == "interrupted":
+        return 130
+    return 0 if outcome.finished and outcome.ok else 1
 
 
 def _prepare_base(base: config.BaseConfig, cache: Path) -> None:

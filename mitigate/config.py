@@ -354,7 +354,8 @@ def from_dict(kind: type[C], data: dict[str, Any]) -> C:
 
 
 def _one_line(kind: type, error: pydantic.ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
+    found = error.errors(include_url=False)
+    first = next((e for e in found if e["type"] == "unexpected_keyword_argument"), found[0])  # a misspelt key explains a missing one
     owner, path = kind, [str(part) for part in first["loc"]]
     for part in path[:-1]:
         field = next((f for f in dataclasses.fields(owner) if f.name == part), None)
@@ -388,7 +389,7 @@ def did_you_mean(word: str, known: list[str]) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file; ConfigError names the file when it is missing or malformed."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"config file {path} is not there") from None
     except IsADirectoryError:

@@ -125,6 +125,10 @@ def test_a_bad_trial_config_is_one_line_and_changes_nothing(
         (["front", "tony"], "tony is no study"),
         (["export", "tiny", "--trial", "77", "--to", "x"], "has no finished trial 77; finished: 0, 1, 2"),
         (["verify", "results"], "is no bundle"),
+        (["verify", "search.toml"], "is no bundle"),
+        (["front", "tinny"], "did you mean 'tiny'?"),
+        (["export", "tiny", "--trial", "1", "--to", "search.toml/sub"], "not a directory"),
+        (["trial", "search.toml", "--out", "search.toml"], "not a directory"),
     ],
 )
 def test_bad_arguments_are_one_line_and_change_nothing(workspace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -144,6 +148,21 @@ def test_a_study_of_another_config_is_refused_with_its_differences(workspace: Pa
     assert "trial.train.updates 6 -> 7" in error
     assert error.count("\n") == 1
     assert files(workspace) == before
+
+
+def test_a_folder_of_the_current_directory_does_not_hide_a_study(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workspace / "elsewhere" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(workspace / "elsewhere")
+    assert cli.main(["front", "tiny", "--results", str(workspace / "results")]) == 0
+
+
+def test_a_search_without_a_single_result_fails_and_says_why(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = QUICK.replace('"tiny"', '"diverges"').replace("trials = 3", "trials = 1").replace("updates = 6", "updates = 6\nlearning_rate = 1e9")
+    path = write_config(workspace / "results", text)
+    assert cli.main(["search", str(path), "--inline"]) == 1
+    assert cli.main(["front", "diverges"]) == 0
+    assert "1 infeasible (Diverged: 1)" in capsys.readouterr().out
+    path.unlink()
 
 
 def test_variants_lists_everything_with_a_source(capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,7 @@ def test_required_presets(name: str) -> None:
         ({"stagger": "halve"}, "VariantConfig.stagger 'halve' is not known; did you mean 'half'?"),
         ({"bypass": "lst"}, "VariantConfig.bypass 'lst' is not known; did you mean 'last'?"),
         ({"coverage": "entropi"}, "VariantConfig.coverage 'entropi' is not known; did you mean 'entropy'?"),
-        ({"bypass": "zzz"}, "VariantConfig.bypass 'zzz' is not known; known: both, first, last, none"),
+        ({"bypass": "zzz"}, "VariantConfig.bypass 'zzz' is not known; known: " + ", ".join(sorted(s.name for s in registry.strategies("bypass")))),
         ({"gate": "uniform", "coverage": "hinge"}, "VariantConfig.coverage must be \"none\" with a uniform gate (nothing to regularize), got 'hinge'"),
         ({"gate": "uniform", "tie": "gates"}, 'VariantConfig.tie must be "none" or "kv" with a uniform gate (no gate to share), got \'gates\''),
     ],

@@ -99,8 +99,8 @@ def load(folder: Path) -> Attachment:
 def check_manifest(folder: Path) -> None:
     """Compare every file with the manifest; DamagedBundle names the first that is missing, unexpected or changed."""
     try:
-        expected: dict[str, str] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except FileNotFoundError:
+        expected: dict[str, str] = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
+    except (FileNotFoundError, NotADirectoryError):
         raise DamagedBundle(f"{folder} is no bundle: it has no {MANIFEST}") from None
     except (ValueError, KeyError, TypeError):
         raise DamagedBundle(f"{folder / MANIFEST} is damaged") from None
@@ -111,7 +111,7 @@ def check_manifest(folder: Path) -> None:
         if name not in expected:
             raise DamagedBundle(f"{folder / name} is not in the manifest")
         if _sha256(folder / name) != expected[name]:
-            raise DamagedBundle(f"{folder / name} is not what the manifest says")
+            raise DamagedBundle(f"{folder / name} is not what the manifest says: one of the two was changed")
 
 
 def largest_difference(folder: Path, attached: Attachment) -> float:

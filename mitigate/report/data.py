@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -170,11 +171,26 @@ def _range(values: set[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
+def nothing_finished(rows: Sequence[Row]) -> str:
+    """Why there is nothing to show: no trial is done, or all of them are infeasible, by kind of error."""
+    kinds = Counter(row.error.kind for row in rows if row.error is not None)
+    if not kinds:
+        return "No trial has finished with metrics yet."
+    counted = ", ".join(f"{kind}: {count}" for kind, count in kinds.most_common())
+    return f"No trial has metrics: {kinds.total()} infeasible ({counted})."
+
+
+def infeasible_line(rows: Sequence[Row]) -> str:
+    """How many trials a front leaves out because they have no metrics; empty if none."""
+    count = sum(row.status == "infeasible" for row in rows)
+    return f"{count} infeasible {'trial is' if count == 1 else 'trials are'} left out; trials.csv has the errors." if count else ""
+
+
 def headlines(rows: Sequence[Row]) -> list[str]:
     """What the study says so far, each sentence computed from the rows, the worst phase beside every mean."""
     finished = [row for row in rows if pareto.objectives(row) is not None]
     if not finished:
-        return ["No trial has finished with metrics yet."]
+        return [nothing_finished(rows)]
     failed = len(rows) - len(finished)
     best = len(pareto.front(rows))
     count = f"{best} of {len(finished)} finished trials {'is' if best == 1 else 'are'} on the four-objective front"

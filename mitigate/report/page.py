@@ -113,6 +113,7 @@ def render(study_dir: Path, rows: Sequence[Row], config_dict: dict[str, Any], in
         knees=[(knee, data.named(knee.row, 60)) for knee in pareto.knees(rows)],
         hypervolume=pareto.hypervolume(rows),
         best=best,
+        nothing_finished=data.nothing_finished(rows),
         lines=lines,
         drawings=inlined,
         how_to_read=HOW_TO_READ,

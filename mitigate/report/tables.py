@@ -20,11 +20,12 @@ def front_table(rows: Sequence[Row]) -> str:
     anchors = {id(row) for row in (pareto.full_row(rows), pareto.plain_row(rows)) if row is not None}
     shown = sorted((row for row in rows if id(row) in on_front | anchors), key=data.by_cost)
     if not shown:
-        return "No trial has finished with metrics yet."
+        return data.nothing_finished(rows)
     head = ["", "trial", "label", "KV kept", "KV B/token", "rel. tokens/s", "mean accuracy [95 %]", "A_min [95 %]", "gap"]
     lines = _aligned([head, *[_cells(row, id(row) in on_front) for row in shown]])
     lines[1:1] = ["─" * len(lines[0])]
-    notes = ["* on the front.  rel. tokens/s: decode throughput relative to full attention.", *_wrapped(data.sample_line(rows))]
+    mark = "* on the front.  rel. tokens/s: decode throughput relative to full attention."
+    notes = [mark, *_wrapped(data.sample_line(rows)), *_wrapped(data.infeasible_line(rows))]
     return "\n".join([*lines, "", *notes])
 
 

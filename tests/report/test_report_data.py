@@ -94,7 +94,7 @@ def test_headline_says_whether_the_intervals_overlap(half: float, words: str) ->
 def test_headlines_without_metrics_or_references() -> None:
     assert data.headlines([]) == ["No trial has finished with metrics yet."]
     failed = fake_failure(0, "x", VariantConfig())
-    assert data.headlines([failed]) == ["No trial has finished with metrics yet."]
+    assert data.headlines([failed])[0].startswith("No trial has metrics: 1 infeasible (")
     alone = fake_row(1, "w16s8", VariantConfig(window=16), np.random.default_rng(0))
     assert data.headlines([alone, failed]) == ["1 of 1 finished trials is on the four-objective front; 1 more was infeasible."]
 

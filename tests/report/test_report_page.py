@@ -168,7 +168,7 @@ def test_any_number_of_rows_renders(rows: list[Row], config: dict[str, object]) 
     parsed = Page(render(rows, config))
     assert parsed.stack == []
     if not any(row.status == "ok" for row in rows):
-        assert "No trial has finished with metrics yet." in "".join(parsed.text)
+        assert ("No trial has metrics: 1 infeasible (" if rows else "No trial has finished with metrics yet.") in "".join(parsed.text)
 
 
 def test_phone_and_dark_mode_are_provided_for() -> None:

@@ -35,7 +35,8 @@ def test_table_says_what_the_intervals_rest_on() -> None:
 
 
 def test_nothing_to_show_says_so() -> None:
-    assert tables.front_table([]) == tables.front_table([fake_failure(0, "x", VariantConfig())]) == "No trial has finished with metrics yet."
+    assert tables.front_table([]) == "No trial has finished with metrics yet."
+    assert tables.front_table([fake_failure(0, "x", VariantConfig())]).startswith("No trial has metrics: 1 infeasible (")
 
 
 @pytest.mark.parametrize("protocols", [["outer"], ["in_sequence"], ["outer", "in_sequence"]])
