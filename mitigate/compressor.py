@@ -14,7 +14,7 @@ from torch import nn
 from mitigate import registry
 from mitigate.config import VariantConfig
 from mitigate.geometry import Grid
-from mitigate.kernels import pool
+from mitigate.kernels import views
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,26 +96,26 @@ class Compressor(nn.Module):
         """
         grid = self.grid
         first = grid.origin + window0 * grid.stride
-        exists_NW = pool.exists(window=grid.window, stride=grid.stride, first=first, count=count, device=hidden_BTC.device)
+        exists_NW = views.exists(window=grid.window, stride=grid.stride, first=first, count=count, device=hidden_BTC.device)
 
         def cut(x_BTF: torch.Tensor) -> torch.Tensor:
-            return pool.windows(x_BTF, window=grid.window, stride=grid.stride, start=first - row0, count=count)
+            return views.windows(x_BTF, window=grid.window, stride=grid.stride, start=first - row0, count=count)
 
         hidden_BNWC = cut(hidden_BTC) if self.channels or not self.shares_projection else None
         key_gates, value_gates = self._gates(hidden_BTC, hidden_BNWC, count, exists_NW)
         key_BNWGD = self._payload(cut, hidden_BNWC, key_BTF, "key_maps")
-        key = pool.weighted_sum(key_gates, normalise(key_BNWGD) if normalise is not None else key_BNWGD)
+        key = views.weighted_sum(key_gates, normalise(key_BNWGD) if normalise is not None else key_BNWGD)
         value = None
         if self.tie.held == 2:
-            value = pool.weighted_sum(value_gates, self._payload(cut, hidden_BNWC, value_BTF, "value_maps"))
+            value = views.weighted_sum(value_gates, self._payload(cut, hidden_BNWC, value_BTF, "value_maps"))
         return Pooled(key=key, value=value, key_gates=key_gates, value_gates=value_gates)
 
     def _gates(self, like: torch.Tensor, hidden_BNWC: torch.Tensor | None, count: int, exists_NW: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if hidden_BNWC is None or not self.channels:
-            alpha = pool.uniform_weights(like.shape[0], count, self.grid.window, exists_NW, like)[..., None]
+            alpha = views.uniform_weights(like.shape[0], count, self.grid.window, exists_NW, like)[..., None]
             return alpha, alpha
         weight_WCX = self.gate_weight.expand(self.grid.window, -1, -1)
-        alpha_BNWX = pool.gate_weights(hidden_BNWC, weight_WCX, getattr(self, "gate_bias", None), exists_NW)
+        alpha_BNWX = views.gate_weights(hidden_BNWC, weight_WCX, getattr(self, "gate_bias", None), exists_NW)
         branches = alpha_BNWX.unflatten(-1, (self.tie.gates, self.kv_heads, self.channels)).unbind(dim=3)
         return branches[0], branches[-1]
 

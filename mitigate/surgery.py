@@ -22,7 +22,7 @@ from mitigate.cache import SummaryCacheLayer
 from mitigate.compressor import Compressor, Pooled, phase_profile
 from mitigate.config import ConfigError, VariantConfig
 from mitigate.geometry import Grid
-from mitigate.kernels import attend, reference
+from mitigate.kernels import blocked, reference
 
 NAME = "mitigate"  # key in transformers' attention and mask registries
 BACKEND = "torch-cpu-sdpa"  # what `kernels/` runs today; recorded in the Row
@@ -58,7 +58,7 @@ class AttachedLayer:
         self._key: torch.Tensor | None = None
         self._cache: SummaryCacheLayer | None = None
         self._kept: dict[Any, torch.Tensor] = {}
-        self._planned: tuple[Any, attend.Plan] | None = None
+        self._planned: tuple[Any, blocked.Plan] | None = None
 
     # -- summaries ------------------------------------------------------------------------------------------------------------------------------
 
@@ -154,19 +154,19 @@ class AttachedLayer:
         length = q_BHTD.shape[2]
         # One query sees all that is held: summaries up to it, its exact interval, the bypassed tokens.
         mask = None if length == 1 else self._mask(cache.length - length, length, q_BHTD.shape[1] // k_BGMD.shape[1], q_BHTD)
-        return attend.attend(q_BHTD, k_BGMD, v_BGMD, mask, scale).transpose(1, 2)
+        return blocked.attend(q_BHTD, k_BGMD, v_BGMD, mask, scale).transpose(1, 2)
 
     def _whole_sequence(self, hidden: Any, key: Any, q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor, scale: float) -> torch.Tensor:
         ks_BGND, vs_BGND = self._summaries(hidden, key, k_BGTD, v_BGTD)
         length, repeat = q_BHTD.shape[2], q_BHTD.shape[1] // k_BGTD.shape[1]
         if self.queries is None and length >= BLOCKED_FROM:
-            return attend.attend_blocked(q_BHTD, ks_BGND, vs_BGND, k_BGTD, v_BGTD, self._plan(length, repeat, q_BHTD), scale).transpose(1, 2)
+            return blocked.attend_blocked(q_BHTD, ks_BGND, vs_BGND, k_BGTD, v_BGTD, self._plan(length, repeat, q_BHTD), scale).transpose(1, 2)
         k_BGMD, v_BGMD = torch.cat([ks_BGND, k_BGTD], dim=2), torch.cat([vs_BGND, v_BGTD], dim=2)
         mask = self._mask(0, length, repeat, q_BHTD)
         if self.queries is None:
-            return attend.attend(q_BHTD, k_BGMD, v_BGMD, mask, scale).transpose(1, 2)
+            return blocked.attend(q_BHTD, k_BGMD, v_BGMD, mask, scale).transpose(1, 2)
         rows = mask.unflatten(0, (repeat, length))[:, self.queries].flatten(0, 1)
-        out_BHAD = attend.attend(q_BHTD[:, :, self.queries], k_BGMD, v_BGMD, rows, scale)
+        out_BHAD = blocked.attend(q_BHTD[:, :, self.queries], k_BGMD, v_BGMD, rows, scale)
         return spread(out_BHAD.transpose(1, 2), self.queries, length)
 
     def _summaries(self, hidden: Any, key: Any, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,12 +182,12 @@ class AttachedLayer:
         summary_key, summary_value = self._finish(pooled, 0)
         return summary_key, summary_key if summary_value is None else summary_value
 
-    def _plan(self, length: int, repeat: int, like: torch.Tensor) -> attend.Plan:
+    def _plan(self, length: int, repeat: int, like: torch.Tensor) -> blocked.Plan:
         signature = (length, repeat, like.dtype, like.device)
         if self._planned is None or self._planned[0] != signature:
             grid = self.grid
             with torch.inference_mode(False):  # a kept mask must also serve a later backward pass
-                made = attend.plan(
+                made = blocked.plan(
                     length,
                     window=grid.window,
                     stride=grid.stride,
@@ -219,7 +219,7 @@ class AttachedLayer:
                     local=self.local,
                     bypass=self.phases,
                 )
-                mask = attend.additive_mask(visible_TM, repeat, like.dtype)
+                mask = blocked.additive_mask(visible_TM, repeat, like.dtype)
             if len(self._kept) >= 4:
                 self._kept.clear()
             self._kept[signature] = mask

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import assert_as_good_as, gradients
 
-from mitigate.kernels import pool, reference, visibility
+from mitigate.kernels import reference, views, visibility
 
 GROUPS, DIM, WIDTH = 2, 3, 5
 GRIDS = [(1, 1, 0), (2, 2, 0), (8, 8, 0), (8, 8, -5), (8, 4, -4), (12, 8, 0), (5, 3, -4), (7, 2, -6), (16, 8, -9)]
@@ -31,12 +31,12 @@ def fast(parts: Sequence[torch.Tensor], grid: tuple[int, int, int], kind: str) -
     hidden, payload, weight, bias = parts
     window, stride, origin = grid
     count = visibility.num_windows(hidden.shape[1], *grid)
-    exists = pool.exists(window=window, stride=stride, first=origin, count=count)
+    exists = views.exists(window=window, stride=stride, first=origin, count=count)
     cut = {"window": window, "stride": stride, "start": origin, "count": count}
-    rows = pool.windows(hidden, **cut)
-    alpha = pool.gate_weights(rows, weight.expand(window, -1, -1), None if kind in ("no-bias", "content") else bias, exists)
+    rows = views.windows(hidden, **cut)
+    alpha = views.gate_weights(rows, weight.expand(window, -1, -1), None if kind in ("no-bias", "content") else bias, exists)
     alpha = alpha.unflatten(-1, (GROUPS, -1))
-    return pool.weighted_sum(alpha, pool.windows(payload.flatten(2), **cut).unflatten(-1, (GROUPS, DIM))), alpha
+    return views.weighted_sum(alpha, views.windows(payload.flatten(2), **cut).unflatten(-1, (GROUPS, DIM))), alpha
 
 
 def plain(parts: Sequence[torch.Tensor], grid: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,42 +110,42 @@ def test_windows_cut_from_any_row_read_their_tokens_and_no_other(data: st.DataOb
                 wanted[0, j, i] = rows[0, t]
     if last < 0 and count:
         return
-    found = pool.windows(rows, window=window, stride=stride, start=start, count=count)
+    found = views.windows(rows, window=window, stride=stride, start=start, count=count)
     assert torch.equal(found, wanted)
 
 
 def test_a_window_beyond_the_rows_is_refused() -> None:
     rows = torch.zeros(1, 15, 2)
-    assert pool.windows(rows, window=8, stride=4, start=-4, count=3).shape == (1, 3, 8, 2)
+    assert views.windows(rows, window=8, stride=4, start=-4, count=3).shape == (1, 3, 8, 2)
     with pytest.raises(ValueError, match=r"windows\.count: window 3 must end inside the 15 rows, it ends at row 15"):
-        pool.windows(rows, window=8, stride=4, start=-4, count=4)
+        views.windows(rows, window=8, stride=4, start=-4, count=4)
 
 
 def test_no_copy_without_overlap() -> None:
     rows = torch.randn(2, 24, 3)
-    assert pool.windows(rows, window=8, stride=8, start=0, count=3).data_ptr() == rows.data_ptr()
+    assert views.windows(rows, window=8, stride=8, start=0, count=3).data_ptr() == rows.data_ptr()
 
 
 def test_which_offsets_exist() -> None:
-    assert pool.exists(window=4, stride=4, first=0, count=2) is None
-    assert pool.exists(window=4, stride=4, first=-2, count=0) is None
-    mask = pool.exists(window=4, stride=2, first=-3, count=3)
+    assert views.exists(window=4, stride=4, first=0, count=2) is None
+    assert views.exists(window=4, stride=4, first=-2, count=0) is None
+    mask = views.exists(window=4, stride=2, first=-3, count=3)
     assert mask is not None
     assert mask.tolist() == [[False, False, False, True], [False, True, True, True], [True, True, True, True]]
 
 
 def test_uniform_weights_are_even_over_what_exists() -> None:
-    mask = pool.exists(window=4, stride=4, first=-2, count=2)
-    alpha = pool.uniform_weights(2, 2, 4, mask, torch.zeros((), dtype=torch.float64))
+    mask = views.exists(window=4, stride=4, first=-2, count=2)
+    alpha = views.uniform_weights(2, 2, 4, mask, torch.zeros((), dtype=torch.float64))
     assert alpha.dtype == torch.float64
     assert alpha[0, :, :, 0].tolist() == [[0, 0, 0.5, 0.5], [0.25] * 4]
 
 
 def test_gates_are_fp32_under_autocast() -> None:
     rows, weight = torch.randn(1, 2, 4, WIDTH), torch.randn(4, WIDTH, 2)
-    outside = pool.gate_weights(rows, weight, None, None)
+    outside = views.gate_weights(rows, weight, None, None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(pool.gate_weights(rows, weight, None, None), outside)
+        assert torch.equal(views.gate_weights(rows, weight, None, None), outside)
 
 
 @pytest.mark.parametrize("grid", [(8, 8, -3), (8, 4, -4)])

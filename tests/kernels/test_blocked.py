@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tolerance import assert_as_good_as, gradients
 from torch.nn import functional as F
 
-from mitigate.kernels import attend, reference, visibility
+from mitigate.kernels import blocked, reference, visibility
 
 Grid = tuple[int, int, int]
 Path = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -57,8 +57,8 @@ def reference_path(grid: Grid, local: int, bypass: tuple[int, ...]) -> Path:
 def dense_path(grid: Grid, local: int, bypass: tuple[int, ...]) -> Path:
     def run(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         q, ks, vs, k, v = parts
-        mask = attend.additive_mask(visible(q.shape[2], grid, local, bypass), q.shape[1] // k.shape[1], q.dtype)
-        return attend.attend(q, torch.cat([ks, k], dim=2), torch.cat([vs, v], dim=2), mask, q.shape[-1] ** -0.5)
+        mask = blocked.additive_mask(visible(q.shape[2], grid, local, bypass), q.shape[1] // k.shape[1], q.dtype)
+        return blocked.attend(q, torch.cat([ks, k], dim=2), torch.cat([vs, v], dim=2), mask, q.shape[-1] ** -0.5)
 
     return run
 
@@ -67,15 +67,15 @@ def blocked_path(grid: Grid, local: int, bypass: tuple[int, ...], block: int) ->
     def run(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         q, ks, vs, k, v = parts
         made = plan_for(parts, grid, local, bypass, block)
-        return attend.attend_blocked(q, ks, vs, k, v, made, q.shape[-1] ** -0.5)
+        return blocked.attend_blocked(q, ks, vs, k, v, made, q.shape[-1] ** -0.5)
 
     return run
 
 
-def plan_for(parts: Sequence[torch.Tensor], grid: Grid, local: int, bypass: tuple[int, ...], block: int) -> attend.Plan:
+def plan_for(parts: Sequence[torch.Tensor], grid: Grid, local: int, bypass: tuple[int, ...], block: int) -> blocked.Plan:
     q, k = parts[0], parts[3]
     repeat = q.shape[1] // k.shape[1]
-    return attend.plan(q.shape[2], window=grid[0], stride=grid[1], origin=grid[2], local=local, bypass=bypass, repeat=repeat, like=q, block=block)
+    return blocked.plan(q.shape[2], window=grid[0], stride=grid[1], origin=grid[2], local=local, bypass=bypass, repeat=repeat, like=q, block=block)
 
 
 def plain_ways(grid: Grid, local: int, bypass: tuple[int, ...]) -> list[Path]:
@@ -256,4 +256,4 @@ def test_work_grows_with_what_is_visible() -> None:
 def test_an_all_visible_call_needs_no_mask() -> None:
     q, _, _, k, v = inputs((8, 8, 0), 9, 4, 2)
     wanted = reference.attend(q[:, :, -1:], k, v, torch.ones(1, 9, dtype=torch.bool), 0.3)
-    torch.testing.assert_close(attend.attend(q[:, :, -1:], k, v, None, 0.3), wanted, atol=1e-13, rtol=0)
+    torch.testing.assert_close(blocked.attend(q[:, :, -1:], k, v, None, 0.3), wanted, atol=1e-13, rtol=0)
