@@ -1,4 +1,5 @@
-"""Where a base model comes from. Today: a tiny Qwen3 trained here on the retrieval task by a curriculum, and cached by its config's hash."""
+"""Where a base model comes from: a tiny Qwen3 trained here on the retrieval task by a curriculum and cached by its config's hash, or a pretrained model from
+a folder, a GGUF file or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +18,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from mitigate.config import BaseConfig, TaskConfig, VariantConfig, WorkFailed, content_hash, to_dict
+from mitigate.config import BaseConfig, ConfigError, TaskConfig, VariantConfig, WorkFailed, content_hash, to_dict
 from mitigate.files import write_atomic
 from mitigate.readout import logits_at
 from mitigate.surgery import attach
 from mitigate.tasks import retrieval
+from mitigate.tasks.prompts import Prompts
 
 PASS_ACCURACY = 0.9  # running accuracy at which the curriculum doubles the records
 PREVIOUS_WEIGHT = 0.5  # of the previous-token loss
@@ -42,6 +45,54 @@ class Base:
     sha256: str
     accuracy: float
     cached: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """A pretrained causal language model in eval mode, its tokenizer, and the sha256 of its weights."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    sha256: str
+
+
+def load_pretrained(name: str, *, revision: str | None = None, dtype: str = "float32") -> Pretrained:
+    """Load a causal language model from a folder, a GGUF file (de-quantised; needs the `gguf` extra) or the hub. No code from there is run.
+
+    Raises:
+        ConfigError: it cannot be loaded from there, or weights are missing; the message is the loader's, on one line.
+    """
+    path = Path(name)
+    source, options = name, {"revision": revision, "trust_remote_code": False}
+    if path.suffix == ".gguf" and path.is_file():
+        source, options = str(path.parent), options | {"gguf_file": path.name}
+    elif not path.is_dir() and (path.is_file() or path.is_absolute() or name.startswith(".") or name.count("/") > 1 or path.suffix == ".gguf"):
+        raise ConfigError(f"--model {name}: there is no such folder or GGUF file")
+    if path.exists() and revision is not None:
+        raise ConfigError(f"--model {name}: a revision is of a repository on the hub, and this is a path; got {revision!r}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), output_loading_info=True, **options)
+    except Exception as error:  # loaders of configs, tokenizers and weights raise whatever their libraries do
+        raise ConfigError(f"--model {name}: {_one_line(error)}") from error
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):
+        raise ConfigError(f"--model {name}: {len(missing)} weights are missing from it, {missing[0]} among them")
+    return Pretrained(model=model.eval(), tokenizer=tokenizer, sha256=_state_sha256(model))
+
+
+def _one_line(error: Exception, width: int = 240) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= width else f"{text[:width].rsplit(' ', 1)[0]} ..."
+
+
+def _state_sha256(model: nn.Module) -> str:
+    """Of every tensor's name, dtype, shape and bytes, in the order of names."""
+    hasher = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        hasher.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def build(config: BaseConfig) -> PreTrainedModel:
@@ -161,7 +212,7 @@ def train(config: BaseConfig, *, log: Callable[[str], None] = lambda line: None)
     return model.eval()
 
 
-def _loss(model: PreTrainedModel, prompts: retrieval.Prompts, *, help_first_layer: bool) -> tuple[torch.Tensor, float]:
+def _loss(model: PreTrainedModel, prompts: Prompts, *, help_first_layer: bool) -> tuple[torch.Tensor, float]:
     """Mean cross-entropy of the queried names (nats), plus the previous-token loss if asked for; and the accuracy."""
     with _first_layer(model) as caught:
         logits, gold = _answers(model, prompts)
@@ -183,9 +234,9 @@ def _first_layer(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
         handle.remove()
 
 
-def _answers(model: PreTrainedModel, prompts: retrieval.Prompts) -> tuple[torch.Tensor, torch.Tensor]:
+def _answers(model: PreTrainedModel, prompts: Prompts) -> tuple[torch.Tensor, torch.Tensor]:
     plain = attach(model, VariantConfig(compress=False))
-    return logits_at(plain, torch.from_numpy(prompts.tokens), torch.from_numpy(prompts.answer_from)), torch.from_numpy(prompts.gold)
+    return logits_at(plain, torch.from_numpy(prompts.tokens), torch.from_numpy(prompts.answer_from.ravel())), torch.from_numpy(prompts.gold).flatten(1)
 
 
 @torch.no_grad()

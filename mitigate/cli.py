@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mitigate import __version__, config
 from mitigate.config import ConfigError, WorkFailed
+
+if TYPE_CHECKING:
+    from mitigate.rows import Row
 
 Command = Callable[[argparse.Namespace], int]
 _TRIAL_FILES = {"model.safetensors", "compressor.safetensors", "phase_curve.png", "phase_curve.svg"}  # what a trial that was cut short may leave
@@ -68,6 +72,33 @@ def _parser() -> argparse.ArgumentParser:
     trial.add_argument("--threads", type=int, default=1, help="torch threads (default 1: the reference budget is one core)")
     _results(trial)
     _cache(trial)
+
+    score = _add(commands, "score", _score, "phase sweep of a model as it stands: its own attention, an untrained variant, or a bundle")
+    score.add_argument("--model", metavar="NAME_OR_PATH", help="a folder, a GGUF file, a name on the Hugging Face hub, or a preset such as tiny-1kv")
+    score.add_argument("--revision", help="of the hub's repository")
+    score.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and activations (default float32)")
+    score.add_argument("--variant", metavar="NAME", help="a preset to attach untrained, see `mitigate variants`; default: the model's own attention")
+    score.add_argument("--bundle", type=Path, metavar="DIR", help="an exported compressor with its model, instead of --variant")
+    score.add_argument("--context", type=int, metavar="N", help="prompts of N tokens full of records, the target near the middle, instead of --records")
+    score.add_argument("--records", type=int, help="records per prompt (default 64)")
+    score.add_argument("--queries", type=int, help="queries per prompt, asked in turn (default 8; 1 is the paper's form)")
+    score.add_argument("--chat", action="store_true", help="use the tokenizer's chat template")
+    score.add_argument("--period", type=int, help="residues P (default 24)")
+    score.add_argument("--prompts", type=int, help="logical prompts, each at all P placements under each protocol (default 24)")
+    score.add_argument("--protocol", choices=("outer", "in_sequence"), help="one padding protocol only (default: both)")
+    score.add_argument("--seed", type=int, help="of the prompts (default 1)")
+    score.add_argument("--batch", type=int, help="placements per forward pass (default 48)")
+    score.add_argument("--out", type=Path, metavar="DIR", help="folder of the result; default: results/scores/<label>-<hash>")
+    score.add_argument("--threads", type=int, help="torch threads (default: one per core)")
+    _results(score)
+    _cache(score)
+
+    moving = _add(commands, "transition", _transition, "accuracy against the distance from fact to query, at every phase, of a trained trial")
+    moving.add_argument("trial", type=Path, metavar="DIR", help="folder of a finished trial: results/trials/NAME, or results/STUDY/trials/NNNN")
+    moving.add_argument("--distance", type=int, metavar="N", help="largest distance, tokens (default: local window + W + S + 16)")
+    moving.add_argument("--prompts", type=int, default=32, help="logical prompts behind each cell (default 32)")
+    moving.add_argument("--seed", type=int, default=2, help="of the prompts (default 2)")
+    moving.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
 
     front = _add(commands, "front", _front, "print the Pareto front of a study")
     _named_study(front)
@@ -166,26 +197,149 @@ def _trial(arguments: argparse.Namespace) -> int:
     import torch
 
     from mitigate import registry
-    from mitigate.files import write_atomic
-    from mitigate.report import figures, style, tables
-    from mitigate.rows import Row
     from mitigate.trial import run_trial
 
     registry.check(wanted.variant, layers=wanted.base.layers)
     label = registry.describe(wanted.variant)
     identity = config.content_hash(wanted)
     out: Path = arguments.out or arguments.results / "trials" / f"{label.replace(' ', '_')}-{identity[:8]}"
+
+    def run() -> Row:
+        torch.set_num_threads(arguments.threads)
+        return run_trial(wanted, label=label, out=out, cache=arguments.cache, log=print)
+
+    return _show(out, identity, run)
+
+
+def _score(arguments: argparse.Namespace) -> int:
+    if (arguments.model is None) == (arguments.bundle is None):
+        raise ConfigError("score: give either --model or --bundle (a bundle holds its model)")
+    if arguments.bundle is not None and arguments.variant is not None:
+        raise ConfigError("score: --variant and --bundle exclude each other (a bundle holds its variant)")
+    if arguments.threads is not None and arguments.threads < 1:
+        raise ConfigError(f"--threads must be at least 1, got {arguments.threads}")
+    protocols = None if arguments.protocol is None else (arguments.protocol,)
+    sweep = _given(period=arguments.period, prompts=arguments.prompts, seed=arguments.seed, batch=arguments.batch, protocols=protocols)
+    words = _given(context=arguments.context, records=arguments.records, queries=arguments.queries, chat=arguments.chat or None)
+
+    import torch
+
+    from mitigate import registry
+
+    variant = config.load_variant(arguments.variant) if arguments.variant else config.VariantConfig(compress=False)
+    if arguments.bundle is not None or arguments.model in config.preset_names("bases"):
+        return _score_tiny(arguments, variant, sweep, words)
+    wanted = config.from_dict(
+        config.EvaluationConfig,
+        _given(model=arguments.model, revision=arguments.revision, dtype=arguments.dtype)
+        | {"variant": config.to_dict(variant), "words": words, "score": {"prompts": 24, **sweep}},
+    )
+    registry.get("gate", variant.gate)
+
+    from mitigate import evaluate
+
+    label, identity = evaluate.default_label(wanted), config.content_hash(wanted)
+
+    def run() -> Row:
+        if arguments.threads:
+            torch.set_num_threads(arguments.threads)
+        return evaluate.evaluate(wanted, label=label, log=print)
+
+    return _show(arguments.out or arguments.results / "scores" / f"{_slug(label)}-{identity[:8]}", identity, run)
+
+
+def _score_tiny(arguments: argparse.Namespace, variant: config.VariantConfig, sweep: dict[str, Any], words: dict[str, Any]) -> int:
+    """A tiny base, or a bundle of one: its own task, not the words task."""
+    if words:
+        raise ConfigError(f"score: --{next(iter(words))} is for models with a tokenizer; the tiny bases have a task of their own")
+
+    import torch
+
+    from mitigate.export import bundle
+    from mitigate.trial import run_trial, score_trained
+
+    if arguments.bundle is not None:
+        trained = bundle.read_config(arguments.bundle)
+        wanted = config.replace(trained, score=config.replace(trained.score, **sweep))
+        label = f"bundle {arguments.bundle.name}"
+    else:
+        base = config.load_base(arguments.model)
+        train, score = config.TrainConfig(updates=0), config.replace(config.ScoreConfig(), **sweep)
+        task = config.replace(base.task, filler=72, filler_in_sequence=96) if score.period > 8 else base.task
+        wanted = config.TrialConfig(variant=variant, base=base, task=task, train=train, score=score)
+        label = f"{arguments.model} {arguments.variant or 'own attention'} untrained"
+    identity = config.content_hash(wanted)
+
+    def run() -> Row:
+        if arguments.threads:
+            torch.set_num_threads(arguments.threads)
+        if arguments.bundle is None:
+            return run_trial(wanted, label=label, cache=arguments.cache, log=print)
+        return score_trained(bundle.load(arguments.bundle), wanted, label=label, cache=arguments.cache, log=print)
+
+    return _show(arguments.out or arguments.results / "scores" / f"{_slug(label)}-{identity[:8]}", identity, run)
+
+
+def _transition(arguments: argparse.Namespace) -> int:
+    from mitigate import results
+
+    folder: Path = arguments.trial
+    stored = next((folder / name for name in ("row.json", "result.json") if (folder / name).is_file()), None)
+    if stored is None or not (folder / "model.safetensors").is_file():
+        raise ConfigError(f"{folder} holds no trained trial (row.json or result.json, and model.safetensors)")
+    trained = config.from_dict(config.TrialConfig, results.read_row(stored).config)
+    variant = trained.variant
+    furthest = arguments.distance or 16 + (variant.local_window + variant.window + variant.stride if variant.compress else 0)
+    for name, value, least in (("distance", furthest, 3), ("prompts", arguments.prompts, 1), ("seed", arguments.seed, 0), ("threads", arguments.threads, 1)):
+        if value < least:
+            raise ConfigError(f"--{name} must be at least {least}, got {value}")
+
+    import torch
+
+    from mitigate import score
+    from mitigate.files import write_atomic
+    from mitigate.report import style, tables, transition
+    from mitigate.tasks.transition import least_distance
+    from mitigate.trial import restore
+
+    torch.set_num_threads(arguments.threads)
+    distances = range(least_distance(trained.task), furthest + 1)
+    period = variant.stride if variant.compress else 8
+    found = score.run_transition(restore(trained, folder), trained.task, period=period, distances=distances, prompts=arguments.prompts, seed=arguments.seed)
+    write_atomic(folder / "transition.json", found.model_dump_json(indent=1).encode())
+    local = variant.local_window if variant.compress else None
+    figure = transition.figure(found, local, title=results.read_row(stored).label)
+    for suffix, content in (("png", style.png), ("svg", style.svg)):
+        write_atomic(folder / f"transition.{suffix}", content(figure))
+    print(tables.transition_text(found, local))
+    print(f"result: {folder / 'transition.json'}, figure: {folder / 'transition.png'}")
+    return 0
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _slug(label: str) -> str:
+    return re.sub("[^A-Za-z0-9.-]+", "_", label)
+
+
+def _show(out: Path, identity: str, run: Callable[[], Row]) -> int:
+    """The result in `out` if it is there, else that of `run`, written there with its phase curve; printed either way."""
+    from mitigate.files import write_atomic
+    from mitigate.report import figures, style, tables
+    from mitigate.rows import Row
+
     stored = out / "row.json"
     if stored.is_file():
         row = Row.from_json(stored.read_text(encoding="utf-8"))
         if row.config_sha256 != identity:
             raise ConfigError(f"{out} holds the result of another config ({row.label}, {row.config_sha256[:8]}); choose another --out")
-        print(f"{out} holds this trial's result already")
+        print(f"{out} holds this result already")
     elif out.exists() and not {path.name for path in out.iterdir()} <= _TRIAL_FILES:
-        raise ConfigError(f"{out} is not empty and holds no trial; choose another --out")
+        raise ConfigError(f"{out} is not empty and holds no result; choose another --out")
     else:
-        torch.set_num_threads(arguments.threads)
-        row = run_trial(wanted, label=label, out=out, cache=arguments.cache, log=print)
+        row = run()
         for suffix, content in (("png", style.png), ("svg", style.svg)):
             write_atomic(out / f"phase_curve.{suffix}", content(figures.phase_curve(row)))
         write_atomic(stored, row.to_json().encode())

@@ -94,26 +94,78 @@ class TaskConfig:
 
     Args:
         keys, names, filler_tokens: sizes of the three disjoint vocabularies (BOS and SEP besides).
+        key_tokens, name_tokens: tokens of a key and of a name, 1 to 4. An answer counts as right if all of its tokens are.
         records: records per prompt, keys distinct, names drawn freely.
-        queries: queries per prompt, drawn with replacement.
-        filler: filler tokens of an outer-padded prompt.
-        filler_in_sequence: filler tokens of an in-sequence-padded prompt; `period` - 1 of them move the records, the rest mix the gaps.
+        queries: queries per prompt, drawn with replacement in training, distinct in a sweep.
+        filler: filler tokens of an outer-padded prompt; a sweep over P residues needs 3 (P - 1).
+        filler_in_sequence: filler tokens of an in-sequence-padded prompt; what is more than 3 (P - 1) mixes the gaps.
     """
 
     keys: int = 64
     names: int = 64
     filler_tokens: int = 8
+    key_tokens: int = 1
+    name_tokens: int = 1
     records: int = 32
     queries: int = 16
-    filler: int = 24
-    filler_in_sequence: int = 36
+    filler: int = 72
+    filler_in_sequence: int = 96
 
     def __post_init__(self) -> None:
         for name in ("keys", "names", "filler_tokens", "records", "queries"):
             _require(getattr(self, name) >= 1, f"TaskConfig.{name}", "at least 1", getattr(self, name))
-        _require(self.records <= self.keys, "TaskConfig.records", f"at most keys ({self.keys})", self.records)
+        for name in ("key_tokens", "name_tokens"):
+            _require(1 <= getattr(self, name) <= 4, f"TaskConfig.{name}", "between 1 and 4", getattr(self, name))
+        different = self.keys**self.key_tokens
+        _require(self.records <= different, "TaskConfig.records", f"at most the number of different keys ({different})", self.records)
         for name in ("filler", "filler_in_sequence"):
             _require(getattr(self, name) >= 0, f"TaskConfig.{name}", "at least 0", getattr(self, name))
+
+    @property
+    def record_length(self) -> int:
+        """Tokens of a record: its key and its name."""
+        return self.key_tokens + self.name_tokens
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class WordsConfig:
+    """Animal -> name retrieval on a model's own tokenizer; see `mitigate.tasks.words`.
+
+    Args:
+        records: records per prompt; `context` replaces it.
+        context: tokens of a prompt, filled with as many records as fit, the queried ones near the middle; None for `records` records.
+        demonstrations: records repeated, with their names, in front of the queries.
+        queries: distinct records asked for in turn; each sees the right answers of those before it. 1 is the paper's form.
+        between, after: text after a record's key and after its name; both empty is the paper's form, which small pretrained models hardly read.
+        padding: text whose tokens are repeated as filler. separator: text between the records and the demonstrations, unless `chat`.
+        filler, filler_in_sequence: as in `TaskConfig`.
+        bos: put the tokenizer's BOS in front even where the tokenizer itself would not. Without one the first tokens of a prompt have to serve as an
+            attention sink, and SmolLM2-135M-Instruct finds 0.16 of the names instead of 0.54.
+        chat: records in the user's turn of the tokenizer's chat template, demonstrations and queries in the assistant's.
+    """
+
+    records: int = 64
+    context: int | None = None
+    demonstrations: int = 8
+    queries: int = 8
+    between: str = ":"
+    after: str = "\n"
+    padding: str = "\n"
+    separator: str = "\n"
+    filler: int = 72
+    filler_in_sequence: int = 96
+    bos: bool = True
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("records", "queries"):
+            _require(getattr(self, name) >= 1, f"WordsConfig.{name}", "at least 1", getattr(self, name))
+        for name in ("demonstrations", "filler", "filler_in_sequence"):
+            _require(getattr(self, name) >= 0, f"WordsConfig.{name}", "at least 0", getattr(self, name))
+        shown = self.demonstrations + self.queries
+        if self.context is None:
+            _require(self.records >= shown, "WordsConfig.records", f"at least demonstrations + queries ({shown})", self.records)
+        _require(bool(self.padding), "WordsConfig.padding", "at least one character", self.padding)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -144,7 +196,7 @@ class BaseConfig:
     learning_rate: float = 3e-3
     tokens_per_batch: int = 512
     seed: int = 0
-    task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
+    task: TaskConfig = dataclasses.field(default_factory=lambda: TaskConfig(filler=24, filler_in_sequence=36))
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "updates", "settle", "tokens_per_batch"):
@@ -193,7 +245,8 @@ class ScoreConfig:
 
     Args:
         period: residues P; must be a multiple of every stride scored with it.
-        prompts: logical prompts, each scored at all P placements under each protocol.
+        prompts: logical prompts, each scored at all P placements under each protocol. At a multiple of period^2 the target positions of all residues have
+            exactly the same mean and variance; at fewer, what is left is recorded.
         protocols: padding protocols; A_min is the lowest over them.
         batch: placements per forward pass, rounded up to whole prompts.
         replicates: bootstrap replicates.
@@ -219,6 +272,20 @@ class ScoreConfig:
         _require(self.replicates >= 1, "ScoreConfig.replicates", "at least 1", self.replicates)
         _require(self.batch >= 1, "ScoreConfig.batch", "at least 1", self.batch)
         _require(self.seed >= 0, "ScoreConfig.seed", "at least 0", self.seed)
+
+
+def _check_filler(owner: str, outer: int, in_sequence: int, score: ScoreConfig) -> None:
+    """A sweep over P residues with matched target positions takes 3 (P - 1) filler tokens, and some more to mix gaps; ConfigError names what is short."""
+    least = 3 * (score.period - 1)
+    if "outer" in score.protocols:
+        _require(outer >= least, f"{owner}.filler", f"at least 3 * (period - 1) = {least} for ScoreConfig.period {score.period}", outer)
+    if "in_sequence" in score.protocols:
+        _require(in_sequence > least, f"{owner}.filler_in_sequence", f"above 3 * (period - 1) = {least} for ScoreConfig.period {score.period}", in_sequence)
+
+
+def _check_period(variant: VariantConfig, score: ScoreConfig) -> None:
+    if variant.compress:
+        _require(score.period % variant.stride == 0, "ScoreConfig.period", f"a multiple of the stride ({variant.stride})", score.period)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -252,14 +319,9 @@ class TrialConfig:
 
     def __post_init__(self) -> None:
         _require(self.seed >= 0, "TrialConfig.seed", "at least 0", self.seed)
-        period = self.score.period
-        if self.variant.compress:
-            stride = self.variant.stride
-            _require(period % stride == 0, "ScoreConfig.period", f"a multiple of the stride ({stride})", period)
-        if "outer" in self.score.protocols:
-            _require(self.task.filler >= period - 1, "TaskConfig.filler", f"at least period - 1 ({period - 1})", self.task.filler)
-        if "in_sequence" in self.score.protocols:
-            _require(self.task.filler_in_sequence >= period, "TaskConfig.filler_in_sequence", f"at least period ({period})", self.task.filler_in_sequence)
+        _check_period(self.variant, self.score)
+        _check_filler("TaskConfig", self.task.filler, self.task.filler_in_sequence, self.score)
+        _require(self.task.queries <= self.task.records, "TaskConfig.queries", f"at most records ({self.task.records})", self.task.queries)
         for name in ("keys", "names", "filler_tokens"):
             _require(
                 getattr(self.task, name) == getattr(self.base.task, name),
@@ -267,6 +329,31 @@ class TrialConfig:
                 f"the base's ({getattr(self.base.task, name)})",
                 getattr(self.task, name),
             )
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class EvaluationConfig:
+    """A pretrained model scored as it stands, with its own attention or with an untrained variant attached.
+
+    Args:
+        model: a folder, a GGUF file, or a name on the Hugging Face hub; revision: of the hub's repository.
+        dtype: of weights and activations.
+        variant: `compress = false` is the model's own attention. Its gates are drawn with `seed`.
+    """
+
+    model: str
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    variant: VariantConfig = dataclasses.field(default_factory=lambda: VariantConfig(compress=False))
+    words: WordsConfig = dataclasses.field(default_factory=WordsConfig)
+    score: ScoreConfig = dataclasses.field(default_factory=lambda: ScoreConfig(prompts=24))
+    cost: CostConfig = dataclasses.field(default_factory=lambda: CostConfig(context=1024, batch=1, repeats=4))
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.seed >= 0, "EvaluationConfig.seed", "at least 0", self.seed)
+        _check_period(self.variant, self.score)
+        _check_filler("WordsConfig", self.words.filler, self.words.filler_in_sequence, self.score)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -314,8 +401,8 @@ class SearchConfig:
         _require(self.max_consecutive_failures >= 1, "SearchConfig.max_consecutive_failures", "at least 1", self.max_consecutive_failures)
 
 
-Config = VariantConfig | TaskConfig | BaseConfig | TrainConfig | ScoreConfig | CostConfig | TrialConfig | SearchConfig
-C = TypeVar("C", VariantConfig, TaskConfig, BaseConfig, TrainConfig, ScoreConfig, CostConfig, TrialConfig, SearchConfig)
+Config = VariantConfig | TaskConfig | WordsConfig | BaseConfig | TrainConfig | ScoreConfig | CostConfig | TrialConfig | EvaluationConfig | SearchConfig
+C = TypeVar("C", VariantConfig, TaskConfig, WordsConfig, BaseConfig, TrainConfig, ScoreConfig, CostConfig, TrialConfig, EvaluationConfig, SearchConfig)
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PROTOCOLS = ("outer", "in_sequence")
 
 
@@ -50,6 +50,7 @@ class ProtocolScore(_Record):
     accuracy_low: list[float]
     accuracy_high: list[float]
     gold_probability: list[float]
+    nll: list[float]  # of the right name, nats
     mean: Interval
     a_min: Interval
     a_min_cross_fitted: float
@@ -57,8 +58,30 @@ class ProtocolScore(_Record):
     spread: Interval
     worst_residue: int
     relative_gap: float | None  # gap / mean; None when the mean is 0
-    repeat_accuracy: float | None  # queries whose answer an earlier query already showed; left out of all of the above
+    target_mean: list[float]  # of the queried record's position over examples, tokens; equal at all residues as far as integers allow
+    target_sd: list[float]  # likewise
+    distractor_lockstep: float  # 1: distractor phases move with the target's; 0: independent on average
     prompts_sha256: str
+
+
+class Period(_Record):
+    """Outcome of the search for a period in the accuracy curves of all protocols together (`mitigate.spectrum`)."""
+
+    status: Literal["detected", "undecided", "none"]
+    period: int | None  # set if detected
+    p_value: float  # of the best candidate, corrected for the search
+    searched: list[int]
+    reason: str
+
+
+class Transition(_Record):
+    """Accuracy against the distance from a record to its query, at each residue of the record (`mitigate.tasks.transition`)."""
+
+    distances: list[int]  # tokens from the record's last token to the position from which its name is predicted
+    period: int
+    prompts: int  # logical prompts behind each number
+    accuracy: list[list[float]]  # by distance, then residue
+    gold_probability: list[list[float]]
 
 
 class Cost(_Record):
@@ -115,6 +138,7 @@ class Row(_Record):
     gap_low: float | None = None
     gap_high: float | None = None
     scores: list[ProtocolScore] = []
+    curve: Period | None = None  # None below four residues
     cost: Cost | None = None
     error: Error | None = None
 
@@ -141,6 +165,20 @@ class Row(_Record):
         for protocol, score in scores.items():
             _flatten(f"{protocol}.", score, record)
         return record
+
+
+def worst_of(scores: list[ProtocolScore]) -> dict[str, Any]:
+    """The Row's scores over protocols: the average mean, the lower A_min, the larger gap, each with its interval."""
+    worst, widest = min(scores, key=lambda score: score.a_min.value), max(scores, key=lambda score: score.gap.value)
+    return {
+        "mean_accuracy": sum(score.mean.value for score in scores) / len(scores),
+        "a_min": worst.a_min.value,
+        "a_min_low": min(score.a_min.low for score in scores),  # whichever protocol is the lower one
+        "a_min_high": worst.a_min.high,
+        "gap": widest.gap.value,
+        "gap_low": widest.gap.low,
+        "gap_high": widest.gap.high,
+    }
 
 
 def _flatten(prefix: str, value: dict[str, Any], into: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,8 @@ _EXACT = 40320  # permutations enumerated in full: all orders of up to 8 positio
 _DOUBT = 5  # p-values between alpha and this many times alpha leave a question open
 _LIMIT = 128  # largest candidate period tried by default
 _NOTHING = 1e-20  # share of the variance below which a residual is rounding error
+
+Status = Literal["detected", "none", "undecided"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,7 @@ class PeriodResult:
     """
 
     period: int | None
-    status: str
+    status: Status
     strength: float
     p_value: float
     smallest_p: float
@@ -236,7 +239,7 @@ def find_period(
     )
 
 
-def _nothing(status: str, p_value: float, smallest: float, searched: tuple[int, ...], strengths: tuple[float, ...], reason: str) -> PeriodResult:
+def _nothing(status: Status, p_value: float, smallest: float, searched: tuple[int, ...], strengths: tuple[float, ...], reason: str) -> PeriodResult:
     return PeriodResult(
         period=None,
         status=status,

@@ -58,7 +58,7 @@ def fine_tune(attached: Attachment, task: TaskConfig, config: TrainConfig, *, se
     attached.collect_gates(variant.coverage_weight > 0)
     for step in range(config.updates):
         prompts = retrieval.training_batch(task, rng, config.batch, "outer" if step % 2 == 0 else "in_sequence")
-        logits = logits_at(attached, torch.from_numpy(prompts.tokens), torch.from_numpy(prompts.answer_from))
+        logits = logits_at(attached, torch.from_numpy(prompts.tokens), torch.from_numpy(prompts.answer_from.ravel()))
         loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(prompts.gold).flatten())
         total = loss + coverage_loss(attached, variant) if variant.coverage_weight > 0 else loss
         optimizer.zero_grad(set_to_none=True)

@@ -7,16 +7,19 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from mitigate import bases, cost, registry, score, train
 from mitigate.config import TrialConfig, content_hash, to_dict
 from mitigate.files import write_atomic
-from mitigate.rows import ProtocolScore, Row, installed_versions
+from mitigate.rows import ProtocolScore, Row, installed_versions, worst_of
 from mitigate.surgery import BACKEND, Attachment, attach
+from mitigate.tasks import retrieval
+from mitigate.tasks.placement import Protocol
 
 MODEL_FILE, COMPRESSOR_FILE = "model.safetensors", "compressor.safetensors"
 
@@ -54,51 +57,51 @@ def run_trial(
     with attach(base.model, config.variant) as attached:
         trained = train.fine_tune(attached, config.task, config.train, seed=config.seed, on_update=_reporter(config, log))
         marks.append(time.perf_counter())
-        scores = [
-            score.summarise(score.run_sweep(attached, config.task, protocol, config.score), protocol, config.score) for protocol in config.score.protocols
-        ]
-        marks.append(time.perf_counter())
-        with FileLock(cache / "bench.lock"):  # two workers of a machine do not measure at once
-            measured = cost.measure(attached, config.cost, seed=config.seed)
-        marks.append(time.perf_counter())
+        row = score_trained(attached, config, label=label, cache=cache, log=log)
         if out is not None:
             store_weights(attached, out)
-    base_s, train_s, score_s, cost_s = (after - before for before, after in itertools.pairwise(marks))
-    worst, widest = min(scores, key=lambda s: s.a_min.value), max(scores, key=lambda s: s.gap.value)
+    base_s, train_s = (after - before for before, after in itertools.pairwise(marks))
+    done: dict[str, Any] = {"trial": trial, "anchor": anchor, "base_sha256": base.sha256}
+    done |= {"updates": trained.updates, "tokens": trained.tokens, "final_loss": trained.loss}
+    return row.model_copy(update=done | {"base_s": base_s, "train_s": train_s, "wall_s": time.perf_counter() - marks[0]})
+
+
+def score_trained(
+    attached: Attachment, config: TrialConfig, *, label: str = "", cache: Path | None = None, log: Callable[[str], None] = lambda line: None
+) -> Row:
+    """Phase sweeps and cost of a model that was trained under `config`: the Row of a trial, less what only training can say."""
+    marks = [time.perf_counter()]
+    scores = [_sweep(attached, config, protocol, log) for protocol in config.score.protocols]
+    marks.append(time.perf_counter())
+    lock = (cache or Path("cache")) / "bench.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(lock):  # two workers of a machine do not measure at once
+        measured = cost.measure(attached, config.cost, seed=config.seed)
+    marks.append(time.perf_counter())
+    score_s, cost_s = (after - before for before, after in itertools.pairwise(marks))
     return Row(
         status="ok",
         label=label or registry.describe(config.variant),
-        trial=trial,
-        anchor=anchor,
         config=to_dict(config),
         config_sha256=content_hash(config),
-        base_sha256=base.sha256,
         seed=config.seed,
         versions=installed_versions(),
         device=f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)",
         backend=BACKEND if config.variant.compress else "transformers-sdpa",
-        updates=trained.updates,
-        tokens=trained.tokens,
-        final_loss=trained.loss,
-        wall_s=time.perf_counter() - marks[0],
-        base_s=base_s,
-        train_s=train_s,
+        wall_s=marks[-1] - marks[0],
         score_s=score_s,
         cost_s=cost_s,
-        mean_accuracy=_average(scores),
-        a_min=worst.a_min.value,
-        a_min_low=min(s.a_min.low for s in scores),  # whichever protocol is the lower one
-        a_min_high=worst.a_min.high,
-        gap=widest.gap.value,
-        gap_low=widest.gap.low,
-        gap_high=widest.gap.high,
         scores=scores,
+        curve=score.find_period(scores),
         cost=measured,
+        **worst_of(scores),
     )
 
 
-def _average(scores: list[ProtocolScore]) -> float:
-    return sum(s.mean.value for s in scores) / len(scores)
+def _sweep(attached: Attachment, config: TrialConfig, protocol: Protocol, log: Callable[[str], None]) -> ProtocolScore:
+    settings = config.score
+    sweep = retrieval.sweep(config.task, protocol, period=settings.period, prompts=settings.prompts, seed=settings.seed)
+    return score.summarise(score.run_sweep(attached, sweep, batch=settings.batch, log=log), sweep, settings)
 
 
 def _reporter(config: TrialConfig, log: Callable[[str], None]) -> Callable[[int, float], None]:
@@ -115,3 +118,14 @@ def store_weights(attached: Attachment, folder: Path) -> None:
     """Write the fine-tuned model and its compressors as safetensors, each file whole or not at all."""
     for name, module in ((MODEL_FILE, attached.model), (COMPRESSOR_FILE, attached.compressors)):
         write_atomic(folder / name, save({key: tensor.detach().contiguous() for key, tensor in module.state_dict().items()}))
+
+
+def restore(config: TrialConfig, folder: Path) -> Attachment:
+    """The model that `store_weights` left in a folder, in eval mode with its compressors attached."""
+    with torch.random.fork_rng(devices=[]):  # the random start is overwritten at once
+        model = bases.build(config.base)
+        attached = attach(model, config.variant)
+    model.load_state_dict(load_file(folder / MODEL_FILE))
+    attached.compressors.load_state_dict(load_file(folder / COMPRESSOR_FILE))
+    model.eval()
+    return attached

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mitigate.config import TrialConfig, VariantConfig, content_hash, from_dict, to_dict
-from mitigate.rows import PROTOCOLS, Cost, Error, Interval, ProtocolScore, Row
+from mitigate.rows import PROTOCOLS, Cost, Error, Interval, Period, ProtocolScore, Row
 
 PROMPTS, QUERIES, FULL_BYTES = 96, 16, 512.0
 KNOWN: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -106,6 +106,7 @@ def fake_row(
         a_min_high=worst.a_min.high,
         gap=max(score.gap.value for score in scores),
         scores=scores,
+        curve=fake_period(variant, scores),
         cost=fake_cost(variant, rng),
         **common(trial, label, trial_config(variant, protocols)),
     )
@@ -148,10 +149,20 @@ def fake_score(protocol: str, variant: VariantConfig, rng: np.random.Generator, 
             "spread": around(float(accuracy.std()), 0.01),
             "worst_residue": worst,
             "relative_gap": gap / mean,
-            "repeat_accuracy": 0.97,
+            "nll": (-np.log(np.clip(accuracy * 0.93, 1e-3, 1))).tolist(),
+            "target_mean": [64.5] * period,
+            "target_sd": [21.0] * period,
+            "distractor_lockstep": 1.0 if protocol == "outer" else 0.29,
             "prompts_sha256": hashlib.sha256(protocol.encode()).hexdigest(),
         }
     )
+
+
+def fake_period(variant: VariantConfig, scores: list[ProtocolScore]) -> Period:
+    """The stride where the curve is not flat."""
+    found = variant.stride if variant.compress and max(score.gap.value for score in scores) > 0.1 else None
+    status = "detected" if found else "none"
+    return Period(status=status, period=found, p_value=0.0002 if found else 0.6, searched=[2, 3, 4, 6, 8, 12], reason="as drawn")
 
 
 def fake_cost(variant: VariantConfig, rng: np.random.Generator) -> Cost:

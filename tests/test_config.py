@@ -18,12 +18,14 @@ from mitigate.config import (
     BaseConfig,
     ConfigError,
     CostConfig,
+    EvaluationConfig,
     ScoreConfig,
     SearchConfig,
     TaskConfig,
     TrainConfig,
     TrialConfig,
     VariantConfig,
+    WordsConfig,
     canonical_json,
     content_hash,
     did_you_mean,
@@ -40,6 +42,8 @@ from mitigate.config import (
 )
 
 CONFIGS = (VariantConfig, TaskConfig, BaseConfig, TrainConfig, ScoreConfig, CostConfig, TrialConfig)
+
+FILLER = "3 * (period - 1) = 69 for ScoreConfig.period 24"
 
 
 def names(axis: str) -> st.SearchStrategy[str]:
@@ -246,7 +250,7 @@ def test_not_plain_data_is_one_line() -> None:
         (VariantConfig, {"coverage_weight": 1.0}, 'VariantConfig.coverage_weight must be zero while coverage is "none", got 1.0'),
         (VariantConfig, {"coverage_threshold": 1.5}, "VariantConfig.coverage_threshold must be between 0 and 1, got 1.5"),
         (VariantConfig, {"compress": False, "window": 4, "stride": 4}, "VariantConfig.window must be left at 8 while compress is false, got 4"),
-        (TaskConfig, {"records": 65}, "TaskConfig.records must be at most keys (64), got 65"),
+        (TaskConfig, {"records": 65}, "TaskConfig.records must be at most the number of different keys (64), got 65"),
         (TaskConfig, {"filler": -1}, "TaskConfig.filler must be at least 0, got -1"),
         (BaseConfig, {"heads": 4, "kv_heads": 3}, "BaseConfig.kv_heads must be a divisor of heads (4), got 3"),
         (BaseConfig, {"head_dim": 7}, "BaseConfig.head_dim must be even, got 7"),
@@ -257,8 +261,21 @@ def test_not_plain_data_is_one_line() -> None:
         (CostConfig, {"context": 0}, "CostConfig.context must be at least 1, got 0"),
         (TrialConfig, {"seed": -1}, "TrialConfig.seed must be at least 0, got -1"),
         (TrialConfig, {"score": {"period": 20}}, "ScoreConfig.period must be a multiple of the stride (8), got 20"),
-        (TrialConfig, {"task": {"filler": 22}}, "TaskConfig.filler must be at least period - 1 (23), got 22"),
-        (TrialConfig, {"task": {"filler_in_sequence": 23}}, "TaskConfig.filler_in_sequence must be at least period (24), got 23"),
+        (TrialConfig, {"task": {"filler": 22}}, f"TaskConfig.filler must be at least {FILLER}, got 22"),
+        (TrialConfig, {"task": {"filler_in_sequence": 69}}, f"TaskConfig.filler_in_sequence must be above {FILLER}, got 69"),
+        (TrialConfig, {"task": {"queries": 33}}, "TaskConfig.queries must be at most records (32), got 33"),
+        (TaskConfig, {"key_tokens": 5}, "TaskConfig.key_tokens must be between 1 and 4, got 5"),
+        (TaskConfig, {"name_tokens": 0}, "TaskConfig.name_tokens must be between 1 and 4, got 0"),
+        (TaskConfig, {"keys": 3, "key_tokens": 2, "records": 10}, "TaskConfig.records must be at most the number of different keys (9), got 10"),
+        (WordsConfig, {"records": 15}, "WordsConfig.records must be at least demonstrations + queries (16), got 15"),
+        (WordsConfig, {"padding": ""}, "WordsConfig.padding must be at least one character, got ''"),
+        (EvaluationConfig, {"model": "x", "variant": {"window": 5, "stride": 5}}, "ScoreConfig.period must be a multiple of the stride (5), got 24"),
+        (
+            EvaluationConfig,
+            {"model": "x", "words": {"filler": 60}},
+            f"WordsConfig.filler must be at least {FILLER}, got 60",
+        ),
+        (EvaluationConfig, {}, "EvaluationConfig.model is missing"),
         (TrialConfig, {"task": {"keys": 70}}, "TaskConfig.keys must be the base's (64), got 70"),
         (SearchConfig, {"name": "../x", "trials": 1}, "SearchConfig.name must be letters, digits, '-', '_' and '.', not starting with '.', got '../x'"),
         (SearchConfig, {"name": "x", "trials": 0}, "SearchConfig.trials must be at least 1, got 0"),
@@ -273,7 +290,7 @@ def test_bounds_name_field_bound_and_value(kind: type[Any], data: dict[str, Any]
 def test_limits_themselves_are_allowed() -> None:
     for data in ({"stride": 1}, {"stride": 8}, {"origin": -7}, {"local_window": 1}, {"window": 1, "stride": 1}, {"coverage_threshold": 1.0}):
         from_dict(VariantConfig, data)
-    from_dict(TrialConfig, {"task": {"filler": 23, "filler_in_sequence": 24}})
+    from_dict(TrialConfig, {"task": {"filler": 69, "filler_in_sequence": 70}})
     from_dict(TrialConfig, {"variant": {"compress": False}, "score": {"period": 7}})
     from_dict(TrialConfig, {"task": {"filler": 0}, "score": {"protocols": ["in_sequence"]}})
 

@@ -29,7 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"registry", "variants", "compressor"}),
     frozenset({"surgery", "cache", "readout", "bases", "tasks"}),
     frozenset({"train", "score", "cost"}),
-    frozenset({"trial", "paper"}),
+    frozenset({"trial", "evaluate", "paper"}),
     frozenset({"search", "pareto", "results", "report", "export"}),
     frozenset({"cli", "__main__"}),
 )

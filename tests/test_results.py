@@ -99,7 +99,7 @@ def test_tables_hold_every_value(tmp_path: Path) -> None:
                 expected = "" if value is None else json.dumps(value) if isinstance(value, (list, bool)) else str(value)
                 assert cell[key] == expected
             else:
-                assert value is None and key in ("cost", "error")
+                assert value is None and key in ("cost", "error", "curve")
 
 
 def test_parquet_keeps_lists_and_csv_writes_json(tmp_path: Path) -> None:

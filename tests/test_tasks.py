@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable
 from typing import Literal
 
@@ -14,17 +15,27 @@ from hypothesis import strategies as st
 
 from mitigate.config import TaskConfig
 from mitigate.tasks import retrieval
-from mitigate.tasks.retrieval import BOS, SEP, Prompts
+from mitigate.tasks.prompts import Prompts
+from mitigate.tasks.retrieval import BOS, SEP
 
 PROTOCOLS: tuple[Literal["outer", "in_sequence"], ...] = ("outer", "in_sequence")
-SMALL = TaskConfig(keys=9, names=5, filler_tokens=3, records=6, queries=8, filler=13, filler_in_sequence=17)
+SMALL = TaskConfig(keys=9, names=5, filler_tokens=3, records=6, queries=5, filler=18, filler_in_sequence=24)
+LONG = dataclasses.replace(SMALL, keys=4, key_tokens=3, name_tokens=2)
 
 
-def parse(task: TaskConfig, row: list[int]) -> tuple[list[tuple[int, int, int]], list[int], list[tuple[int, int, int]]]:
+def parse(task: TaskConfig, row: list[int]) -> tuple[list[tuple[int, list[int], list[int]]], list[int], list[tuple[int, list[int], list[int]]]]:
     """Records (position, key, name), filler tokens in order, queries (position, key, name) of one prompt; ValueError where it is malformed."""
     keys = range(2, 2 + task.keys)
     names = range(keys.stop, keys.stop + task.names)
     filler = range(names.stop, names.stop + task.filler_tokens)
+    size = task.key_tokens
+
+    def record(at: int) -> tuple[int, list[int], list[int]]:
+        key, name = row[at : at + size], row[at + size : at + task.record_length]
+        if len(name) != task.name_tokens or not all(token in keys for token in key) or not all(token in names for token in name):
+            raise ValueError(f"token {row[at]} at {at} starts neither filler nor a key with its name")
+        return at, key, name
+
     if row[0] != BOS or row.count(BOS) != 1 or row.count(SEP) != 1:
         raise ValueError("one BOS in front, one SEP")
     separator = row.index(SEP)
@@ -33,22 +44,19 @@ def parse(task: TaskConfig, row: list[int]) -> tuple[list[tuple[int, int, int]],
         if row[at] in filler:
             padding.append(row[at])
             at += 1
-        elif row[at] in keys and row[at + 1] in names:
-            records.append((at, row[at], row[at + 1]))
-            at += 2
         else:
-            raise ValueError(f"token {row[at]} at {at} is neither filler nor a key with its name")
-    tail = row[separator + 1 :]
-    if len(tail) % 2 or any(key not in keys or name not in names for key, name in zip(tail[::2], tail[1::2], strict=True)):
+            records.append(record(at))
+            at += task.record_length
+    if (len(row) - separator - 1) % task.record_length:
         raise ValueError("queries are keys with their names")
-    return records, padding, [(separator + 1 + 2 * i, key, name) for i, (key, name) in enumerate(zip(tail[::2], tail[1::2], strict=True))]
+    return records, padding, [record(at) for at in range(separator + 1, len(row), task.record_length)]
 
 
 def prompt_faults(task: TaskConfig, protocol: str, batch: Prompts) -> list[str]:
     """What is wrong with a batch, prompt by prompt."""
     faults = []
     filler = task.filler if protocol == "outer" else task.filler_in_sequence
-    if batch.tokens.dtype != np.int64 or batch.tokens.shape[1] != 2 + 2 * task.records + filler + 2 * task.queries:
+    if batch.tokens.dtype != np.int64 or batch.tokens.shape[1] != 2 + task.record_length * (task.records + task.queries) + filler:
         faults.append("length")
     for b, row in enumerate(batch.tokens.tolist()):
         try:
@@ -56,30 +64,30 @@ def prompt_faults(task: TaskConfig, protocol: str, batch: Prompts) -> list[str]:
         except ValueError as error:
             faults.append(f"prompt {b}: {error}")
             continue
-        by_key = {key: (at, name) for at, key, name in records}
+        by_key = {tuple(key): (at, name) for at, key, name in records}
         if len(records) != task.records or len(by_key) != task.records:
             faults.append(f"prompt {b}: records or distinct keys")
         if len(padding) != filler or len(queries) != task.queries:
             faults.append(f"prompt {b}: filler or queries")
-        if [at for at, _, _ in queries] != batch.answer_from.tolist():
+        if [[at + task.key_tokens - 1 + i for i in range(task.name_tokens)] for at, _, _ in queries] != batch.answer_from.tolist():
             faults.append(f"prompt {b}: answer_from")
         for q, (_, key, name) in enumerate(queries):
-            if key not in by_key or by_key[key][1] != name or batch.gold[b, q] != name:
+            if tuple(key) not in by_key or by_key[tuple(key)][1] != name or batch.gold[b, q].tolist() != name:
                 faults.append(f"prompt {b}: query {q} has a wrong answer")
-            elif by_key[key][0] != batch.target[b, q]:
-                faults.append(f"prompt {b}: query {q} points at {batch.target[b, q]}, its record stands at {by_key[key][0]}")
-            if batch.repeat[b, q] != (key in [other for _, other, _ in queries[:q]]):
-                faults.append(f"prompt {b}: repeat flag of query {q}")
+            elif by_key[tuple(key)][0] != batch.target[b, q]:
+                faults.append(f"prompt {b}: query {q} points at {batch.target[b, q]}, its record stands at {by_key[tuple(key)][0]}")
     return faults
 
 
 def placement_faults(task: TaskConfig, period: int, batch: Prompts) -> list[str]:
-    """What is wrong with the P placements of one logical prompt: contents that differ, or residues that a record misses."""
+    """What is wrong with the P placements of one logical prompt: contents that differ, a query asked twice, or residues that a record misses."""
     faults = []
     parsed = [parse(task, row) for row in batch.tokens.tolist()]
-    contents = {(tuple(r[1:] for r in records), tuple(padding), tuple(queries)) for records, padding, queries in parsed}
+    contents = {str(([r[1:] for r in records], padding, queries)) for records, padding, queries in parsed}
     if len(contents) != 1:
         faults.append(f"{len(contents)} different contents")
+    if len({str(key) for _, key, _ in parsed[0][2]}) != task.queries:
+        faults.append("a record is asked for twice")
     if len(parsed) != period:
         faults.append(f"{len(parsed)} placements")
     for record in range(task.records):
@@ -92,14 +100,17 @@ def placement_faults(task: TaskConfig, period: int, batch: Prompts) -> list[str]
 @st.composite
 def tasks(draw: st.DrawFn) -> tuple[TaskConfig, int]:
     period, records = draw(st.integers(2, 24)), draw(st.integers(1, 9))
+    least = 3 * (period - 1)
     task = TaskConfig(
         keys=records + draw(st.integers(0, 3)),
         names=draw(st.integers(1, 5)),
         filler_tokens=draw(st.integers(1, 3)),
+        key_tokens=draw(st.integers(1, 4)),
+        name_tokens=draw(st.integers(1, 4)),
         records=records,
-        queries=draw(st.integers(1, 5)),
-        filler=period - 1 + draw(st.integers(0, 9)),
-        filler_in_sequence=period + draw(st.integers(0, 30)),
+        queries=draw(st.integers(1, records)),
+        filler=least + draw(st.integers(0, 9)),
+        filler_in_sequence=least + 1 + draw(st.integers(0, 30)),
     )
     return task, period
 
@@ -125,7 +136,7 @@ def test_training_batches_are_token_exact(drawn: tuple[TaskConfig, int], protoco
     if protocol == "outer":
         for row in batch.tokens.tolist():
             records, _, _ = parse(task, row)
-            assert [at - records[0][0] for at, _, _ in records] == [2 * r for r in range(task.records)], "records stay together"
+            assert [at - records[0][0] for at, _, _ in records] == [task.record_length * r for r in range(task.records)], "records stay together"
 
 
 def test_a_full_size_sweep() -> None:
@@ -136,8 +147,8 @@ def test_a_full_size_sweep() -> None:
             assert placement_faults(task, 24, batch) == []
 
 
-def first(protocol: Literal["outer", "in_sequence"] = "outer") -> Prompts:
-    return next(iter(retrieval.sweep(SMALL, protocol, period=6, prompts=1, seed=3)))
+def first(protocol: Literal["outer", "in_sequence"] = "outer", task: TaskConfig = SMALL) -> Prompts:
+    return next(iter(retrieval.sweep(task, protocol, period=6, prompts=1, seed=3)))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +156,6 @@ def first(protocol: Literal["outer", "in_sequence"] = "outer") -> Prompts:
     [
         (lambda p: dataclasses.replace(p, target=p.target + 1), "points at"),
         (lambda p: dataclasses.replace(p, answer_from=p.answer_from - 2), "answer_from"),
-        (lambda p: dataclasses.replace(p, repeat=~p.repeat), "repeat flag"),
         (lambda p: dataclasses.replace(p, tokens=np.roll(p.tokens, 1, axis=1)), "one BOS in front"),
         (lambda p: dataclasses.replace(p, tokens=np.where(p.tokens == 2, 3, p.tokens)), "prompt 0"),
     ],
@@ -158,7 +168,7 @@ def test_the_prompt_checker_sees_a_planted_mistake(plant: Callable[[Prompts], Pr
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_the_placement_checker_sees_a_planted_mistake(protocol: Literal["outer", "in_sequence"]) -> None:
     def only(batch: Prompts, rows: list[int]) -> Prompts:
-        return Prompts(tokens=batch.tokens[rows], answer_from=batch.answer_from, target=batch.target[rows], repeat=batch.repeat[rows])
+        return Prompts(tokens=batch.tokens[rows], answer_from=batch.answer_from, target=batch.target[rows])
 
     batch = first(protocol)
     assert placement_faults(SMALL, 6, batch) == []
@@ -182,12 +192,8 @@ def test_the_placement_checker_sees_a_planted_mistake(protocol: Literal["outer",
 def test_queries_are_drawn_with_replacement() -> None:
     batch = retrieval.training_batch(SMALL, np.random.default_rng(0), 400, "outer")
     targets = [len(set(row.tolist())) for row in batch.target]
-    # 8 draws from 6 records: never all distinct, on average 6 (1 - (5/6)^8) = 4.6 distinct.
-    assert np.mean(targets) == pytest.approx(6 * (1 - (5 / 6) ** 8), abs=0.15)
-    assert batch.repeat[:, 0].sum() == 0
-    assert (batch.repeat.sum(axis=1) == 8 - np.array(targets)).all()
-    record = np.array([[sorted(set(row.tolist())).index(t) for t in row] for row in batch.target])
-    assert record.max() == 5
+    # 5 draws from 6 records: on average 6 (1 - (5/6)^5) = 3.6 distinct.
+    assert np.mean(targets) == pytest.approx(6 * (1 - (5 / 6) ** 5), abs=0.15)
 
 
 def test_everything_is_drawn_evenly() -> None:
@@ -198,63 +204,7 @@ def test_everything_is_drawn_evenly() -> None:
         assert counts[span].min() > 0.9 * counts[span].mean()
     assert len(counts) == 19 == retrieval.vocabulary(SMALL).size
     gaps = batch.target.min(), batch.target.max()
-    assert gaps == (1, 1 + 2 * 5 + 17), "records reach both ends of the body"
-
-
-def resultant_lengths(task: TaskConfig, protocol: Literal["outer", "in_sequence"], period: int, prompts: int) -> np.ndarray:
-    """Of every ordered pair of records: |mean over placements of exp(2 pi i (distractor - target) / P)|; 1 where they move in lockstep."""
-    found = []
-    for batch in retrieval.sweep(task, protocol, period=period, prompts=prompts, seed=0):
-        at = np.array([[record[0] for record in parse(task, row)[0]] for row in batch.tokens.tolist()])
-        angle = 2j * np.pi / period * (at[:, :, None] - at[:, None, :])
-        pairs = ~np.eye(task.records, dtype=bool)
-        found.append(np.abs(np.exp(angle).mean(axis=0))[pairs])
-    return np.concatenate(found)
-
-
-def test_distractors_do_not_move_in_lockstep_in_sequence() -> None:
-    task = TaskConfig(filler_in_sequence=48)
-    np.testing.assert_allclose(resultant_lengths(task, "outer", 24, 2), 1, atol=1e-12)
-    lengths = resultant_lengths(task, "in_sequence", 24, 6)
-    assert lengths.mean() < 0.6
-    assert (lengths > 0.999).mean() < 0.1
-    shuffled = np.random.default_rng(0).permuted(np.tile(np.arange(24), (500, 1)), axis=1)
-    chance = np.abs(np.exp(2j * np.pi / 24 * (shuffled - np.arange(24))).mean(axis=1)).mean()
-    assert chance < 0.25, "what independent placements would give"
-    assert resultant_lengths(TaskConfig(records=8, filler_in_sequence=96), "in_sequence", 24, 6).mean() < 0.4, "more filler mixes more"
-
-
-@pytest.mark.parametrize("filler", [24, 36, 48])
-def test_pairs_in_lockstep_are_those_without_a_move_between_them(filler: int) -> None:
-    """Of `moves` = filler - 23 moves put at random into 33 gaps, none falls between records d apart with probability (1 - d/33)^moves."""
-    task = TaskConfig(filler_in_sequence=filler)
-    expected = np.mean([(1 - abs(a - b) / 33) ** (filler - 23) for a in range(32) for b in range(32) if a != b])
-    found = (resultant_lengths(task, "in_sequence", 24, 30) > 0.999).mean()
-    assert found == pytest.approx(expected, abs=0.06)
-
-
-def test_the_default_task_mixes() -> None:
-    lengths = resultant_lengths(TaskConfig(), "in_sequence", 24, 20)
-    assert lengths.mean() < 0.75
-    assert (lengths > 0.999).mean() < 0.15
-
-
-def test_lockstep_offsets_by_hand() -> None:
-    task = dataclasses.replace(SMALL, records=3)
-    assert retrieval.lockstep_offsets(task, 4).tolist() == [[0, 0, 0], [1, 1, 1], [2, 2, 2], [3, 3, 3]]
-
-
-@settings(deadline=None, max_examples=60)
-@given(drawn=tasks(), seed=st.integers(0, 1000))
-def test_mixed_offsets_hold_consecutive_integers_and_never_fall(drawn: tuple[TaskConfig, int], seed: int) -> None:
-    task, period = drawn
-    offsets = retrieval.mixed_offsets(task, period, np.random.default_rng(seed))
-    assert offsets.shape == (period, task.records)
-    assert (np.diff(offsets, axis=1) >= 0).all()
-    assert offsets.min() >= 0
-    assert offsets.max() <= task.filler_in_sequence
-    for column in offsets.T:
-        assert sorted(column - column.min()) == list(range(period))
+    assert gaps == (1, 1 + 2 * 5 + 24), "records reach both ends of the body"
 
 
 def test_sweeps_depend_on_their_arguments_only() -> None:
@@ -268,14 +218,21 @@ def test_sweeps_depend_on_their_arguments_only() -> None:
     before = digest()
     np.random.seed(2)
     assert digest() == before
-    others = {digest(seed=1), digest(protocol="outer"), digest(period=7), digest(prompts=4), digest(task=dataclasses.replace(SMALL, queries=7)), before}
+    others = {digest(seed=1), digest(protocol="outer"), digest(period=7), digest(prompts=4), digest(task=dataclasses.replace(SMALL, queries=4)), before}
     assert len(others) == 6
-    two, four = (list(retrieval.sweep(SMALL, "outer", period=6, prompts=n, seed=0)) for n in (2, 4))
-    assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(two, four, strict=False)), "more prompts keep the first ones"
-    assert not np.array_equal(four[0].tokens, four[1].tokens)
+    one, other = itertools.islice(retrieval.sweep(SMALL, "outer", period=6, prompts=4, seed=0), 2)
+    assert not np.array_equal(one.tokens, other.tokens)
 
 
 def test_lengths_by_hand() -> None:
-    assert retrieval.prompt_length(SMALL, "outer") == 1 + 6 * 2 + 13 + 1 + 8 * 2
-    assert retrieval.prompt_length(SMALL, "in_sequence") == 1 + 6 * 2 + 17 + 1 + 8 * 2
-    assert first("outer").answer_from.tolist() == [27 + 2 * q for q in range(8)]
+    assert first("outer").tokens.shape == (6, 1 + 6 * 2 + 18 + 1 + 5 * 2)
+    assert first("in_sequence").tokens.shape == (6, 1 + 6 * 2 + 24 + 1 + 5 * 2)
+    assert first("outer").answer_from.tolist() == [[32 + 2 * q] for q in range(5)]
+    assert first("outer", LONG).answer_from.tolist() == [[1 + 6 * 5 + 18 + 1 + 5 * q + 2, 1 + 6 * 5 + 18 + 1 + 5 * q + 3] for q in range(5)]
+
+
+def test_keys_of_several_tokens_are_distinct_as_wholes() -> None:
+    """4 kinds of tokens, 3 tokens a key: 64 keys, of which 6 prompts of 60 records each must use no key twice though tokens repeat."""
+    task = dataclasses.replace(LONG, records=60, queries=4)
+    batch = retrieval.training_batch(task, np.random.default_rng(0), 6, "outer")
+    assert prompt_faults(task, "outer", batch) == []

@@ -36,7 +36,7 @@ from mitigate.config import (
     to_dict,
 )
 from mitigate.rows import Row
-from mitigate.surgery import attach
+from mitigate.surgery import BACKEND, attach
 from mitigate.tasks import retrieval
 
 # One record: its name has to be found among filler, which a tiny model learns at once. Trials then ask for more records than that.
@@ -57,7 +57,7 @@ BASE = BaseConfig(
 CONFIG = TrialConfig(
     variant=VariantConfig(window=4, stride=4, local_window=2, bypass="last", coverage="entropy", coverage_weight=0.1),
     base=BASE,
-    task=dataclasses.replace(NEEDLE, records=3, queries=4, filler=9, filler_in_sequence=15),
+    task=dataclasses.replace(NEEDLE, records=6, queries=4, filler=21, filler_in_sequence=30),
     train=TrainConfig(updates=7, batch=8, warmup=2),
     score=ScoreConfig(period=8, prompts=9, replicates=60, batch=20),
     cost=CostConfig(context=21, batch=2, steps=2, repeats=2),
@@ -238,16 +238,17 @@ def test_the_row_says_what_was_run(finished: tuple[Row, Path, list[str]], base_c
     assert row.config == to_dict(CONFIG)
     assert row.config_sha256 == content_hash(CONFIG)
     assert row.base_sha256 == bases.load(BASE, base_cache).sha256
-    assert row.backend == "torch-cpu-sdpa"
+    assert row.backend == BACKEND
     assert {"python", "torch", "transformers", "numpy"} <= set(row.versions)
-    outer, inner = (retrieval.prompt_length(CONFIG.task, protocol) for protocol in ("outer", "in_sequence"))
+    outer, inner = (1 + 6 * 2 + filler + 1 + 4 * 2 for filler in (21, 30))
     assert row.tokens == 8 * (4 * outer + 3 * inner)
     assert row.final_loss is not None
     assert 0 < row.final_loss < 10
     assert row.wall_s >= row.train_s + row.score_s + row.cost_s > 0
     assert Row.from_json(row.to_json()) == row
     assert {path.name for path in out.iterdir()} == {"model.safetensors", "compressor.safetensors"}
-    assert [line.split(",")[0] for line in log] == [f"fine-tune: update {n}/7" for n in range(1, 8)]
+    assert [line.split(",")[0] for line in log if line.startswith("fine-tune")] == [f"fine-tune: update {n}/7" for n in range(1, 8)]
+    assert [line.split(",")[0] for line in log if line.startswith("score")] == ["score: outer"] * 3 + ["score: in_sequence"] * 3
 
 
 def answers(attached: Any, task: TaskConfig, protocol: Any, config: ScoreConfig) -> list[dict[str, Any]]:
@@ -257,23 +258,21 @@ def answers(attached: Any, task: TaskConfig, protocol: Any, config: ScoreConfig)
         for placement, tokens in enumerate(batch.tokens):
             with torch.no_grad():
                 logits = attached.model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0]
-            asked: list[int] = []
-            for q, position in enumerate(batch.answer_from.tolist()):
+            for q, position in enumerate(batch.answer_from[:, 0].tolist()):
                 key, gold = int(tokens[position]), int(tokens[position + 1])
-                at = tokens[: batch.answer_from[0]].tolist().index(key)
+                at = tokens[: batch.answer_from[0, 0]].tolist().index(key)
                 chance = logits[position].softmax(-1)
                 found.append(
                     {
                         "prompt": prompt,
                         "query": q,
+                        "at": at,
                         "residue": at % config.period,
-                        "repeat": key in asked,
                         "right": int(chance.argmax()) == gold,
                         "gold": float(chance[gold]),
                         "placement": placement,
                     }
                 )
-                asked.append(key)
     return found
 
 
@@ -283,9 +282,8 @@ def test_scores_are_those_of_answers_counted_by_hand(finished: tuple[Row, Path, 
     found = row.score(protocol)
     with loaded(base_cache, CONFIG.variant, out) as attached:
         asked = answers(attached, CONFIG.task, protocol, CONFIG.score)
-    fresh = [answer for answer in asked if not answer["repeat"]]
-    by_residue = [[answer for answer in fresh if answer["residue"] == r] for r in range(8)]
-    assert found.n == [len(group) for group in by_residue] == [len(fresh) // 8] * 8
+    by_residue = [[answer for answer in asked if answer["residue"] == r] for r in range(8)]
+    assert found.n == [len(group) for group in by_residue] == [9 * 4] * 8
     accuracy = [sum(answer["right"] for answer in group) / len(group) for group in by_residue]
     assert found.accuracy == pytest.approx(accuracy, abs=1e-12)
     assert found.gold_probability == pytest.approx([sum(answer["gold"] for answer in group) / len(group) for group in by_residue], abs=1e-5)
@@ -296,8 +294,11 @@ def test_scores_are_those_of_answers_counted_by_hand(finished: tuple[Row, Path, 
     assert found.spread.value == pytest.approx(math.sqrt(sum((a - mean) ** 2 for a in accuracy) / 8))
     assert accuracy[found.worst_residue] == min(accuracy)
     assert found.relative_gap == pytest.approx(found.gap.value / found.mean.value)
-    repeats = [answer["right"] for answer in asked if answer["repeat"]]
-    assert found.repeat_accuracy == pytest.approx(sum(repeats) / len(repeats))
+    assert found.nll == pytest.approx([sum(-math.log(answer["gold"]) for answer in group) / len(group) for group in by_residue], abs=1e-4)
+    places = [[answer["at"] for answer in group] for group in by_residue]
+    assert found.target_mean == pytest.approx([np.mean(group) for group in places])
+    assert found.target_sd == pytest.approx([np.std(group) for group in places])
+    assert (found.distractor_lockstep == pytest.approx(1)) == (protocol == "outer")
     assert found.clusters == 9
     assert found.period == 8
     tokens = [batch.tokens for batch in retrieval.sweep(CONFIG.task, protocol, period=8, prompts=9, seed=1)]
@@ -320,10 +321,11 @@ def test_headline_numbers_are_the_worse_protocol(finished: tuple[Row, Path, list
 
 def test_outcomes_do_not_depend_on_the_batch(base_cache: Path) -> None:
     with loaded(base_cache, CONFIG.variant) as attached:
-        runs = [score.run_sweep(attached, CONFIG.task, "outer", replace(CONFIG.score, batch=batch)) for batch in (1, 20, 1000)]
+        sweep = retrieval.sweep(CONFIG.task, "outer", period=8, prompts=9, seed=1)
+        runs = [score.run_sweep(attached, sweep, batch=batch) for batch in (1, 20, 1000)]
     for other in runs[1:]:
         assert np.array_equal(runs[0].correct_ER, other.correct_ER)
-        np.testing.assert_allclose(runs[0].gold_ER, other.gold_ER, atol=1e-5)
+        np.testing.assert_allclose(runs[0].nll_ER, other.nll_ER, atol=1e-4)
         assert runs[0].sha256 == other.sha256
     assert runs[0].cluster_E.tolist() == [prompt for prompt in range(9) for _ in range(4)]
 
@@ -376,8 +378,9 @@ def test_stored_weights_give_bit_identical_logits(base_cache: Path, tmp_path: Pa
 
 
 def test_full_attention_runs_too(base_cache: Path, tmp_path: Path) -> None:
-    config = replace(CONFIG, variant=VariantConfig(compress=False), task=replace(NEEDLE, filler=9, filler_in_sequence=15))
-    config = replace(config, train=replace(CONFIG.train, learning_rate=1e-5))
+    short = replace(NEEDLE, queries=1, filler=9, filler_in_sequence=15)
+    sweep, gently = replace(CONFIG.score, period=4), replace(CONFIG.train, learning_rate=1e-5)
+    config = replace(CONFIG, variant=VariantConfig(compress=False), task=short, score=sweep, train=gently)
     row = trial.run_trial(config, out=tmp_path / "x", cache=base_cache)
     assert row.label == "full"
     assert row.backend == "transformers-sdpa"
@@ -524,6 +527,6 @@ def test_the_loss_counts_names_of_queries_only(base_cache: Path, monkeypatch: py
         batch = retrieval.training_batch(CONFIG.task, np.random.default_rng(11), 4, "outer")
         with torch.no_grad():
             logits = attached.model(input_ids=torch.from_numpy(batch.tokens), use_cache=False).logits
-        by_hand = F.cross_entropy(logits[:, batch.answer_from].flatten(0, 1), torch.from_numpy(batch.tokens[:, batch.answer_from + 1]).flatten())
+        by_hand = F.cross_entropy(logits[:, batch.answer_from[:, 0]].flatten(0, 1), torch.from_numpy(batch.gold).flatten())
         train.fine_tune(attached, CONFIG.task, TrainConfig(updates=1, batch=4), seed=11, on_update=lambda n, loss: losses.append(loss))
     assert losses == [pytest.approx(float(by_hand), rel=1e-5)]

@@ -34,8 +34,8 @@ task = {keys = 8, names = 12, filler_tokens = 3, records = 1, queries = 2, fille
 keys = 8
 names = 12
 filler_tokens = 3
-records = 3
-queries = 4
+records = 4
+queries = 3
 filler = 9
 filler_in_sequence = 15
 

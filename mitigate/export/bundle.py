@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from mitigate import bases, registry
+from mitigate import registry
 from mitigate.config import ConfigError, TrialConfig, from_dict, to_dict
 from mitigate.results import read_rows
 from mitigate.rows import Row
-from mitigate.surgery import Attachment, attach
+from mitigate.surgery import Attachment
 from mitigate.tasks import retrieval
-from mitigate.trial import COMPRESSOR_FILE, MODEL_FILE
+from mitigate.trial import COMPRESSOR_FILE, MODEL_FILE, restore
 
 SCHEMA_VERSION = 1
 TOLERANCE = 1e-3  # absolute, of fp32 logits on another processor
@@ -60,7 +60,7 @@ def write(study_dir: Path, trial: int, to: Path) -> Path:
     config = from_dict(TrialConfig, row.config)
     _write_json(partial / "compressor.json", describe(config, row))
     _write_json(partial / "row.json", row.model_dump(mode="json"))
-    attached = _rebuild(config, partial)
+    attached = restore(config, partial)
     tokens = _probe(config)
     save_file({"tokens": tokens, "logits": _logits(attached, tokens)}, partial / "golden.safetensors")
     _write_json(partial / MANIFEST, {"files": {path.name: _sha256(path) for path in sorted(partial.iterdir())}})
@@ -91,9 +91,13 @@ def load(folder: Path) -> Attachment:
     Raises:
         DamagedBundle: the folder is no bundle, or a file differs from the manifest; the message names the first one.
     """
+    return restore(read_config(folder), folder)
+
+
+def read_config(folder: Path) -> TrialConfig:
+    """The trial that a bundle was exported from; DamagedBundle as in `load`."""
     check_manifest(folder)
-    config = from_dict(TrialConfig, json.loads((folder / "compressor.json").read_text(encoding="utf-8"))["trial"])
-    return _rebuild(config, folder)
+    return from_dict(TrialConfig, json.loads((folder / "compressor.json").read_text(encoding="utf-8"))["trial"])
 
 
 def check_manifest(folder: Path) -> None:
@@ -129,16 +133,6 @@ def _finished(study_dir: Path, trial: int) -> Row:
         error = rows[trial].error
         raise ConfigError(f"trial {trial} of {study_dir} is infeasible ({error.kind if error else 'no result'}) and cannot be exported")
     return rows[trial]
-
-
-def _rebuild(config: TrialConfig, folder: Path) -> Attachment:
-    with torch.random.fork_rng(devices=[]):  # the random start is overwritten at once
-        model = bases.build(config.base)
-        attached = attach(model, config.variant)
-    model.load_state_dict(load_file(folder / MODEL_FILE))
-    attached.compressors.load_state_dict(load_file(folder / COMPRESSOR_FILE))
-    model.eval()
-    return attached
 
 
 def _probe(config: TrialConfig) -> torch.Tensor:

@@ -166,6 +166,17 @@ def sample_line(rows: Sequence[Row]) -> str:
     return f"Accuracy: {prompts} prompts, {queries} scored queries at each of {periods} residues; {protocols}. 95 % intervals by prompt. {lower}"
 
 
+def period_line(row: Row) -> str:
+    """What the phase curves say about their period, in one sentence; empty where nothing was searched."""
+    if row.curve is None:
+        return ""
+    residues = min(score.period for score in row.scores)
+    within = f"among the divisors of {residues} below it" if row.curve.searched else f"within {residues} residues"
+    if row.curve.status == "detected":
+        return f"Period: {row.curve.period} (p = {row.curve.p_value:.2g})."
+    return f"Period: {row.curve.status} {within} (best p = {row.curve.p_value:.2g}: {row.curve.reason})."
+
+
 def _range(values: set[int]) -> str:
     low, high = min(values), max(values)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"

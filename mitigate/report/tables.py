@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from mitigate import pareto
 from mitigate.report import data
-from mitigate.rows import ProtocolScore, Row
+from mitigate.rows import ProtocolScore, Row, Transition
 
 WIDTH = 120
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -66,7 +66,18 @@ def phase_curve_text(row: Row, width: int = 22) -> str:
     lines.append("  residue  " + "   ".join(f"{data.PROTOCOL_WORDS[score.protocol]} (P = {score.period})".ljust(width + 28) for score in scores).rstrip())
     lines += [f"  {residue:>7}  " + "   ".join(_bar(score, residue, width) for score in scores).rstrip() for residue in range(tall)]
     lines += ["           " + "   ".join(("0" + "accuracy".center(width - 2) + "1").ljust(width + 30) for _ in scores).rstrip(), ""]
-    return "\n".join([*lines, *map(_summary, scores), *_wrapped(data.sample_line([row]))])
+    return "\n".join([*lines, *map(_summary, scores), *_wrapped(data.period_line(row)), *_wrapped(data.sample_line([row]))])
+
+
+def transition_text(found: Transition, local: int | None) -> str:
+    """Mean and worst accuracy at each distance, the end of the local window marked."""
+    lines = [f"  distance  mean   worst residue   ({found.prompts} prompts at each of {found.period} residues)"]
+    for distance, accuracy in zip(found.distances, found.accuracy, strict=True):
+        if local is not None and distance == local:
+            lines.append(f"  {'─' * 8}  the fact leaves the local window of {local}: from here on it is exact only in the open tail")
+        worst = min(range(found.period), key=accuracy.__getitem__)
+        lines.append(f"  {distance:>8}  {sum(accuracy) / found.period:.2f}   {accuracy[worst]:.2f} at {worst:<3}")
+    return "\n".join(lines)
 
 
 def _summary(score: ProtocolScore) -> str:

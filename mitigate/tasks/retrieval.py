@@ -1,33 +1,30 @@
-"""Key -> name retrieval, built from token ids.
+"""Key -> name retrieval in a small vocabulary of its own.
 
-A prompt is ``BOS, records among filler, SEP, queries``. A record is a key directly followed by its name; a query repeats a key, and the model
-must say its name at the next position. Keys of a prompt are distinct, names are drawn freely, queried keys are drawn with replacement (without,
-a model learns to eliminate names already used instead of looking up).
+A prompt is ``BOS, records among filler, SEP, queries``. A record is a key directly followed by its name; a query repeats a key, and the model must say its
+name. Keys and names are one to four tokens long; keys of a prompt are distinct, names are drawn freely.
 
-*Outer padding* shifts all records together. *In-sequence padding* changes the gaps between records. A sweep places every prompt P times so that
-each of its records stands once at each residue mod P, with the prompt's length and the query's position fixed; under in-sequence padding the
-gaps are redrawn from placement to placement, so that the distractors' phases do not move in lockstep with the target's.
+Training draws the queried keys with replacement: without, a model learns to eliminate names already used instead of looking up. A sweep asks for distinct
+records, so that every scored answer had to be looked up in its record.
 
 Shapes: B prompts, R records, Q queries, T tokens, P placements (= residues).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mitigate.config import TaskConfig
+from mitigate.tasks.placement import Design, Ints, Protocol
+from mitigate.tasks.prompts import Content, Prompts, Sweep, assemble
 
 BOS, SEP = 0, 1
-Protocol = Literal["outer", "in_sequence"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """Token ids: BOS, SEP, then keys, names and filler, each a contiguous range."""
+    """Token ids: BOS, SEP, then key, name and filler tokens, each a contiguous range."""
 
     keys: int
     names: int
@@ -40,35 +37,13 @@ class Vocabulary:
 
     @property
     def first_name(self) -> int:
-        """Id of the first name."""
+        """Id of the first name token."""
         return 2 + self.keys
 
     @property
     def first_filler(self) -> int:
         """Id of the first filler token."""
         return self.first_name + self.names
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """A batch of prompts.
-
-    Attributes:
-        tokens: int64 [B, T].
-        answer_from: positions whose next token is a queried name, int64 [Q], the same in every prompt.
-        target: position of the queried record's key, int64 [B, Q].
-        repeat: bool [B, Q], true where an earlier query of the prompt already showed the answer.
-    """
-
-    tokens: np.ndarray
-    answer_from: np.ndarray
-    target: np.ndarray
-    repeat: np.ndarray
-
-    @property
-    def gold(self) -> np.ndarray:
-        """The queried names, int64 [B, Q]."""
-        return self.tokens[:, self.answer_from + 1]
 
 
 def vocabulary(task: TaskConfig) -> Vocabulary:
@@ -81,94 +56,64 @@ def filler_of(task: TaskConfig, protocol: Protocol) -> int:
     return task.filler if protocol == "outer" else task.filler_in_sequence
 
 
-def prompt_length(task: TaskConfig, protocol: Protocol) -> int:
-    """Tokens of a prompt under a protocol."""
-    return 2 + 2 * task.records + filler_of(task, protocol) + 2 * task.queries
+def _distinct(rng: np.random.Generator, count: int, kinds: int, tokens: int, wanted: int) -> Ints:
+    """Distinct words of `tokens` tokens out of `kinds`: [count, wanted, tokens]."""
+    if tokens == 1:
+        return rng.random((count, kinds)).argsort(axis=1)[:, :wanted, None]
+    numbers = np.stack([rng.choice(kinds**tokens, size=wanted, replace=False) for _ in range(count)])
+    return numbers[:, :, None] // kinds ** np.arange(tokens) % kinds
 
 
-def _content(task: TaskConfig, rng: np.random.Generator, count: int, filler: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Keys [B, R], names [B, R], queried records [B, Q] and filler tokens [B, filler] of `count` prompts."""
+def _content(task: TaskConfig, rng: np.random.Generator, count: int, filler: int, asked_BQ: Ints | None = None) -> Content:
+    """Contents of `count` prompts; the queried ordinals are drawn with replacement unless given."""
     words = vocabulary(task)
-    keys = 2 + rng.random((count, task.keys)).argsort(axis=1)[:, : task.records]
-    names = words.first_name + rng.integers(task.names, size=(count, task.records))
-    queried = rng.integers(task.records, size=(count, task.queries))
-    return keys, names, queried, words.first_filler + rng.integers(task.filler_tokens, size=(count, filler))
-
-
-def _assemble(keys: np.ndarray, names: np.ndarray, queried: np.ndarray, filler: np.ndarray, before: np.ndarray) -> Prompts:
-    """Lay prompts out; `before` [B, R] is the number of filler tokens in front of each record, never decreasing along a prompt."""
-    count, records = keys.shape
-    body = 2 * records + filler.shape[1]
-    key_at = 2 * np.arange(records) + before
-    tokens = np.empty((count, body), dtype=np.int64)
-    free = np.ones((count, body), dtype=bool)
-    rows = np.arange(count)[:, None]
-    tokens[rows, key_at], tokens[rows, key_at + 1] = keys, names
-    free[rows, key_at] = free[rows, key_at + 1] = False
-    tokens[free] = filler.ravel()
-    pairs = np.stack([keys[rows, queried], names[rows, queried]], axis=2).reshape(count, -1)
-    edge = np.full((count, 1), BOS), np.full((count, 1), SEP)
-    earlier = (queried[:, :, None] == queried[:, None, :]) & np.tri(queried.shape[1], k=-1, dtype=bool)
-    return Prompts(
-        tokens=np.concatenate([edge[0], tokens, edge[1], pairs], axis=1),
-        answer_from=2 + body + 2 * np.arange(queried.shape[1]),
-        target=1 + key_at[rows, queried],
-        repeat=earlier.any(axis=2),
+    keys_BRK = 2 + _distinct(rng, count, task.keys, task.key_tokens, task.records)
+    names_BRA = words.first_name + rng.integers(task.names, size=(count, task.records, task.name_tokens))
+    drawn_BQ = rng.integers(task.records, size=(count, task.queries))
+    asked_BQ = drawn_BQ if asked_BQ is None else asked_BQ
+    records_BRL = np.concatenate([keys_BRK, names_BRA], axis=2)
+    queries_BQL = records_BRL[np.arange(count)[:, None], asked_BQ]
+    first = task.record_length * np.arange(task.queries) + task.key_tokens  # SEP stands in front
+    return Content(
+        prefix=np.array([BOS]),
+        records=records_BRL,
+        filler=words.first_filler + rng.integers(task.filler_tokens, size=(count, filler)),
+        tail=np.concatenate([np.full((count, 1), SEP), queries_BQL.reshape(count, -1)], axis=1),
+        answers=first[:, None] + np.arange(task.name_tokens),
+        asked=asked_BQ,
     )
+
+
+def single_query(task: TaskConfig, rng: np.random.Generator, count: int, *, filler: int, ordinal: int) -> Content:
+    """Contents with one query, for the record at `ordinal`. The record asked for is the same whatever the ordinal; it changes places with the one there."""
+    content = _content(replace(task, queries=1), rng, count, 0)
+    rows, asked = np.arange(count), content.asked[:, 0]
+    records = content.records.copy()
+    records[rows, ordinal], records[rows, asked] = content.records[rows, asked], content.records[rows, ordinal]
+    padding = vocabulary(task).first_filler + rng.integers(task.filler_tokens, size=(count, filler))
+    return replace(content, records=records, filler=padding, asked=np.full((count, 1), ordinal))
 
 
 def training_batch(task: TaskConfig, rng: np.random.Generator, count: int, protocol: Protocol) -> Prompts:
     """Random prompts: one shift for all records of a prompt (outer), or random gaps (in-sequence)."""
     filler = filler_of(task, protocol)
-    keys, names, queried, padding = _content(task, rng, count, filler)
+    content = _content(task, rng, count, filler)
     columns = 1 if protocol == "outer" else task.records
     before = np.sort(rng.integers(filler + 1, size=(count, columns)), axis=1)
-    return _assemble(keys, names, queried, padding, np.broadcast_to(before, (count, task.records)))
+    return assemble(content, np.broadcast_to(before, (count, task.records)))
 
 
-def lockstep_offsets(task: TaskConfig, period: int) -> np.ndarray:
-    """Filler in front of each record at each placement under outer padding: [P, R], equal along a row."""
-    return np.repeat(np.arange(period)[:, None], task.records, axis=1)
-
-
-def mixed_offsets(task: TaskConfig, period: int, rng: np.random.Generator) -> np.ndarray:
-    """Filler in front of each record at each placement under in-sequence padding: [P, R].
-
-    Down a column the P values are P consecutive integers, so each record visits each residue once. From one record to the next the placements
-    move on by random amounts: a *move* takes the smallest value v of the column to v + P through a random chain of placements, each taking the
-    value of the next one in the chain. There are `filler_in_sequence - (period - 1)` moves, put at random among the records.
-    """
-    moves = task.filler_in_sequence - (period - 1)
-    place = rng.integers(task.records + 1, size=moves)  # moves in front of record r; those at R fall behind the last one
-    by_value = rng.permutation(period)  # placement that holds the i-th smallest value
-    offsets = np.empty((period, task.records), dtype=np.int64)
-    smallest = 0
-    for record in range(task.records):
-        for _ in range(int((place == record).sum())):
-            by_value = _move(by_value, rng)
-            smallest += 1
-        offsets[by_value, record] = smallest + np.arange(period)
-    return offsets
-
-
-def _move(by_value: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """One move of `mixed_offsets`: values v .. v+P-1 become v+1 .. v+P."""
-    period = len(by_value)
-    chain = np.flatnonzero(np.concatenate([[True], rng.random(period - 1) < 0.3]))
-    moved = np.append(by_value[1:], -1)
-    moved[np.append(chain[1:], period) - 1] = by_value[chain]
-    return moved
-
-
-def sweep(task: TaskConfig, protocol: Protocol, *, period: int, prompts: int, seed: int) -> Iterator[Prompts]:
-    """`prompts` logical prompts, each as one batch of its P placements (row order is arbitrary, see `Prompts.target`).
-
-    Keys, names, queries and the order of filler tokens are the same at every placement, and do not depend on anything but the arguments.
-    """
+def sweep(task: TaskConfig, protocol: Protocol, *, period: int, prompts: int, seed: int) -> Sweep:
+    """The phase sweep of a task under a protocol: `prompts` logical prompts, each at its `period` placements."""
     filler = filler_of(task, protocol)
-    for index in range(prompts):
-        rng = np.random.default_rng([seed, index, int(protocol == "in_sequence")])
-        content = _content(task, rng, 1, filler)
-        before = lockstep_offsets(task, period) if protocol == "outer" else mixed_offsets(task, period, rng)
-        keys, names, queried, padding = (np.repeat(part, period, axis=0) for part in content)
-        yield _assemble(keys, names, queried, padding, before)
+    design = Design(
+        protocol=protocol,
+        period=period,
+        prompts=prompts,
+        records=task.records,
+        record_length=task.record_length,
+        queries=task.queries,
+        filler=filler,
+        seed=seed,
+    )
+    return Sweep(design=design, draw=lambda rng, asked: _content(task, rng, 1, filler, asked[None]))

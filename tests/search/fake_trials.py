@@ -50,7 +50,6 @@ def make_row(config: TrialConfig, *, label: str, trial: int | None, anchor: bool
         throughput_ratio=Interval(value=ratio, low=ratio, high=ratio),
     )
     return Row.model_construct(
-        schema_version=1,
         status="ok",
         label=label,
         trial=trial,
