@@ -34,8 +34,8 @@ def figure(found: Transition, local: int | None, *, title: str) -> Figure:
         cells.grid(False)
         bar = sheet.colorbar(shown, ax=[lines, cells], fraction=0.03, pad=0.02)
         bar.set_label(f"accuracy over {found.prompts} prompts")
-        if local is not None and distances[0] < local <= distances[-1]:
+        if local is not None and distances[0] <= local <= distances[-1]:
             for axes in (lines, cells):
                 axes.axvline(local - 0.5, color=style.COLOURS["ink"], linewidth=1.2, linestyle="--")
-            lines.text(local + 0.2, 0.62, f"the fact leaves\nthe local window\n(L = {local})", fontsize=8, color=MUTED, va="center")
+            lines.text(local + 2, 0.62, f"the fact leaves\nthe local window\n(L = {local})", fontsize=8, color=MUTED, va="center")
         return sheet

@@ -38,7 +38,8 @@ def cells(task: TaskConfig, *, period: int, distances: range, prompts: int, seed
     """Every distance at every residue, each over the same `prompts` logical prompts (records, and which of them is asked for).
 
     The queried record stands so far from the end of the records that whole records make up most of the distance; filler between the records and the query
-    makes up the rest. Filler in front of the records sets the residue, so prompts of different cells differ in length by less than a period.
+    makes up the rest. Filler in front of the records sets the residue. So prompts of different cells differ in length by less than a period and a record, until
+    all records stand behind the queried one and filler has to make up all of the distance.
 
     Raises:
         ValueError: a distance below `least_distance`.
