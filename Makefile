@@ -16,7 +16,7 @@ endif
 export TOKENIZERS_PARALLELISM := false
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help quickstart test lint clean
+.PHONY: help quickstart test lint aot clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -35,6 +35,9 @@ lint: $(STAMP) ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+aot: $(STAMP) ## compile every Triton kernel for sm_80 and sm_90 without a GPU, and check registers, shared memory and instructions
+	$(BIN)/python -m mitigate.kernels.aot
 
 # torch goes first and alone: a CPU build that pip finds locally (find-links) is then taken, and nothing replaces it afterwards.
 $(STAMP): pyproject.toml constraints.txt

@@ -1,15 +1,24 @@
 """Gated pooling without gathers: windows are views of the token grid, gate logits one batched product per offset.
 
-Shapes: B batch, T rows, N summaries, W window, C hidden width, F features, G kv heads, D head dim, E gate channels (1 or D),
-X gate outputs (branches x kv heads x gate channels).
+Where windows overlap, views must be copied together; `logits` and `pool` avoid that: a token's logits are made once per role in which windows read
+it, and a weight per offset and kv head pools through a product with a band matrix.
+
+Shapes: B batch, T rows, N summaries, W window, S stride, C hidden width, F features, G kv heads, D head dim, E gate channels (1 or D),
+X gate outputs (branches x kv heads x gate channels), R = ceil(W/S) roles, Z and U roles of logits and payload (1 or R), g groups of S tokens.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from mitigate.kernels import visibility
+
+Grid = tuple[int, int, int]  # window, stride, origin
 
 
 def windows(x_BTF: torch.Tensor, *, window: int, stride: int, start: int, count: int) -> torch.Tensor:
@@ -29,15 +38,20 @@ def windows(x_BTF: torch.Tensor, *, window: int, stride: int, start: int, count:
     if start + (count - 1) * stride + window > length:
         raise ValueError(f"windows.count: window {count - 1} must end inside the {length} rows, it ends at row {start + (count - 1) * stride + window - 1}")
     roles = math.ceil(window / stride)
-    groups = count + roles - 1
-    stop = start + groups * stride
-    grid_BTF = x_BTF[:, max(start, 0) : stop]
-    if start < 0 or stop > length:
-        grid_BTF = F.pad(grid_BTF, (0, 0, max(-start, 0), max(stop - length, 0)))
-    grid_BgSF = grid_BTF.reshape(batch, groups, stride, features)
+    grid_BgSF = _token_groups(x_BTF, stride=stride, start=start, groups=count + roles - 1)
     if roles == 1:
         return grid_BgSF
     return torch.cat([grid_BgSF[:, r : r + count, : window - r * stride] for r in range(roles)], dim=2)
+
+
+def _token_groups(x_BTF: torch.Tensor, *, stride: int, start: int, groups: int) -> torch.Tensor:
+    """Rows from `start` on in groups of S: [B, g, S, F]; rows outside read as zeros."""
+    batch, length, features = x_BTF.shape
+    stop = start + groups * stride
+    rows = x_BTF[:, max(start, 0) : stop]
+    if start < 0 or stop > length:
+        rows = F.pad(rows, (0, 0, max(-start, 0), max(stop - length, 0)))
+    return rows.reshape(batch, groups, stride, features)
 
 
 def exists(*, window: int, stride: int, first: int, count: int, device: torch.device | None = None) -> torch.Tensor | None:
@@ -56,6 +70,42 @@ def gate_weights(h_BNWC: torch.Tensor, weight_WCX: torch.Tensor, bias_WX: torch.
         return _softmax(s_BNWX if bias_WX is None else s_BNWX + bias_WX.to(wide), exists_NW)
 
 
+def gate_weights_of_rows(
+    h_BTC: torch.Tensor,
+    weight_WCX: torch.Tensor,
+    bias_WX: torch.Tensor | None,
+    exists_NW: torch.Tensor | None,
+    *,
+    window: int,
+    stride: int,
+    start: int,
+    count: int,
+) -> torch.Tensor:
+    """`gate_weights` of the windows that `windows` would cut, without cutting: each row's logits are made once per role. [B, N, W, X].
+
+    Args:
+        weight_WCX: one map per offset, or a single one for all.
+    """
+    wide = torch.promote_types(h_BTC.dtype, torch.float32)
+    cut = {"window": window, "stride": stride, "start": start, "count": count}
+    with torch.autocast(h_BTC.device.type, enabled=False):
+        if weight_WCX.shape[0] == 1:
+            s_BNWX = windows(h_BTC.to(wide) @ weight_WCX[0].to(wide), **cut)
+        elif window == stride or count == 0 or 2 * weight_WCX.shape[2] > h_BTC.shape[2]:  # logits as wide as the rows: nothing to gain
+            return gate_weights(windows(h_BTC, **cut), weight_WCX, bias_WX, exists_NW)
+        else:
+            s_BNWX = _logits_by_role(h_BTC.to(wide), weight_WCX.to(wide), **cut)
+        return _softmax(s_BNWX if bias_WX is None else s_BNWX + bias_WX.to(wide), exists_NW)
+
+
+def _logits_by_role(h_BTC: torch.Tensor, weight_WCX: torch.Tensor, *, window: int, stride: int, start: int, count: int) -> torch.Tensor:
+    roles, outputs = math.ceil(window / stride), weight_WCX.shape[2]
+    h_BgSC = _token_groups(h_BTC, stride=stride, start=start, groups=count + roles - 1)
+    by_phase_SCRX = F.pad(weight_WCX, (0, 0, 0, 0, 0, roles * stride - window)).unflatten(0, (roles, stride)).permute(1, 2, 0, 3)
+    z_BgSRX = torch.einsum("bgsc,scy->bgsy", h_BgSC, by_phase_SCRX.flatten(2)).unflatten(3, (roles, outputs))
+    return torch.cat([z_BgSRX[:, r : r + count, : window - r * stride, r] for r in range(roles)], dim=2)
+
+
 def uniform_weights(batch: int, count: int, window: int, exists_NW: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """Equal weights over the offsets that exist: [B, N, W, 1]."""
     return _softmax(torch.zeros(batch, count, window, 1, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device), exists_NW)
@@ -70,3 +120,316 @@ def _softmax(s_BNWX: torch.Tensor, exists_NW: torch.Tensor | None) -> torch.Tens
 def weighted_sum(alpha_BNWGE: torch.Tensor, u_BNWGD: torch.Tensor) -> torch.Tensor:
     """``sum_i alpha_i * u_i`` accumulated in the gates' precision, returned in the payload's: [B, N, G, D]."""
     return (alpha_BNWGE * u_BNWGD).sum(dim=2).to(u_BNWGD.dtype)
+
+
+# pooling from logits by role -------------------------------------------------------------------------------------------------------------------------
+
+
+def pool(z_BTZGE: torch.Tensor | None, u_BTUGD: torch.Tensor, *, window: int, stride: int, origin: int = 0) -> torch.Tensor:
+    """``summary_j = sum_i alpha_{j,i} * u_{j,i}`` with ``alpha_j = softmax_i`` of the logits, over the offsets that exist: [B, N, G, D].
+
+    Token ``t = origin + g*S + p`` stands in window ``g - r`` in role r, at offset ``i = r*S + p``.
+
+    Args:
+        z_BTZGE: gate logits by role, bias included; Z = 1: one logit for all roles; None or Z = 0: uniform gates.
+        u_BTUGD: payload by role; U = 1: one payload for all roles.
+    """
+    z = u_BTUGD.new_empty(*u_BTUGD.shape[:2], 0, u_BTUGD.shape[3], 1) if z_BTZGE is None else z_BTZGE
+    out: torch.Tensor = _Pool.apply(z, u_BTUGD, (window, stride, origin))  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Pool(torch.autograd.Function):
+    """`pool_forward` and `pool_backward`, joined for autograd; the weights are kept in between."""
+
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor, u: torch.Tensor, grid: Grid) -> torch.Tensor:
+        out, _, weights = pool_forward(z, u, grid)
+        ctx.save_for_backward(z, u, out, weights)
+        ctx.grid = grid
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        z, u, out, weights = ctx.saved_tensors
+        return (*pool_backward(dout, z, u, out, None, ctx.grid, weights), None)
+
+
+def pool_forward(z_BTZGE: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid, *, want_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """`pool` without autograd: summaries; log-sum-exp of the logits [B, N, G, E] where wanted, fp32 or wider; weights, which `pool_backward` takes."""
+    if z_BTZGE.shape[2] and z_BTZGE.shape[4] > 1:
+        return _vector_forward(z_BTZGE, u_BTUGD, grid, want_lse)
+    s_BNGW = _scalar_logits(z_BTZGE, u_BTUGD, grid)
+    alpha_BNGW = s_BNGW.softmax(dim=-1)
+    lse = _lse(s_BNGW, alpha_BNGW, -1)[..., None] if want_lse else None
+    return _scalar_sum(alpha_BNGW, u_BTUGD, grid), lse, alpha_BNGW
+
+
+def _lse(s: torch.Tensor, alpha: torch.Tensor, dim: int) -> torch.Tensor:
+    """The largest weight is exp(largest logit - lse)."""
+    return s.amax(dim=dim) - alpha.amax(dim=dim).log()
+
+
+def pool_backward(
+    dout_BNGD: torch.Tensor,
+    z_BTZGE: torch.Tensor,
+    u_BTUGD: torch.Tensor,
+    out_BNGD: torch.Tensor,
+    lse_BNGE: torch.Tensor | None,
+    grid: Grid,
+    weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the logits and of the payload, exactly 0 where no window reads. Takes the weights, or makes them again from the log-sum-exp."""
+    if z_BTZGE.shape[2] and z_BTZGE.shape[4] > 1:
+        return _vector_backward(dout_BNGD, z_BTZGE, u_BTUGD, out_BNGD, lse_BNGE, grid, weights)
+    alpha_BNGW = _scalar_logits(z_BTZGE, u_BTUGD, grid).softmax(dim=-1) if weights is None else weights
+    dalpha_BNGW, du_BTUGD = _scalar_gradients(dout_BNGD, alpha_BNGW, u_BTUGD, grid)
+    if not z_BTZGE.shape[2]:
+        return torch.zeros_like(z_BTZGE), du_BTUGD
+    ds_BNGW = torch._softmax_backward_data(dalpha_BNGW, alpha_BNGW, -1, alpha_BNGW.dtype)
+    rows_BTZG, roles = _gradient_rows(z_BTZGE[..., 0], grid, out_BNGD.shape[1], ds_BNGW.dtype)
+    for r, (place, ds) in enumerate(zip(roles, ds_BNGW.mT.split(grid[1], dim=2), strict=True)):
+        _put(place, ds, add=r > 0 and z_BTZGE.shape[2] == 1)
+    return rows_BTZG[..., None].to(z_BTZGE.dtype), du_BTUGD
+
+
+def _scalar_logits(z_BTZGE: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """[B, N, G, W] in fp32 or wider; zeros for uniform gates, -inf where no token is."""
+    batch, length, roles, groups = z_BTZGE.shape[:4]
+    wide = torch.promote_types(z_BTZGE.dtype if roles else u_BTUGD.dtype, torch.float32)
+    z_BTZG = z_BTZGE[..., 0].to(wide) if roles else torch.zeros(batch, length, 1, groups, dtype=wide, device=u_BTUGD.device)
+    parts = _by_role(z_BTZG, grid, visibility.num_windows(length, *grid), float("-inf"))
+    return torch.cat([part.mT for part in parts], dim=-1)
+
+
+def _groups(grid: Grid, count: int) -> int:
+    """Groups of S tokens that `count` windows read."""
+    return count + math.ceil(grid[0] / grid[1]) - 1 if count else 0
+
+
+def _grouped(x_BTZF: torch.Tensor, grid: Grid, count: int, fill: float) -> torch.Tensor:
+    """The (padded) rows that the windows read, in groups: [B, g, S, Z, ...]. Rows before position 0 and after the last one hold `fill`."""
+    _, stride, origin = grid
+    length, groups = x_BTZF.shape[1], _groups(grid, count)
+    stop = origin + groups * stride
+    if not groups:
+        return x_BTZF[:, :0].reshape(x_BTZF.shape[0], 0, stride, *x_BTZF.shape[2:])
+    rows = x_BTZF[:, : min(stop, length)]
+    if origin < 0 or stop > length:
+        rows = F.pad(rows, (*[0, 0] * (rows.dim() - 2), -origin, max(stop - length, 0)), value=fill)
+    return rows.unflatten(1, (groups, stride))
+
+
+def _by_role(x_BTZF: torch.Tensor, grid: Grid, count: int, fill: float) -> list[torch.Tensor]:
+    """Of each role, what the windows find there: views [B, N, offsets of the role, F]. One stored role serves all where Z = 1."""
+    window, stride, _ = grid
+    x_BgSZF, last = _grouped(x_BTZF, grid, count, fill), x_BTZF.shape[2] - 1
+    return [x_BgSZF[:, r : r + count, : window - r * stride, min(r, last)] for r in range(math.ceil(window / stride))]
+
+
+def _gradient_rows(like_BTZF: torch.Tensor, grid: Grid, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Rows [B, T, Z, F] for a gradient, and views of them as `_by_role` gives: [B, N, offsets of the role, F].
+
+    Zeros stand where no window reads. The first role of each stored one must be written, later ones added; nothing is written twice.
+    """
+    window, stride, origin = grid
+    batch, length, roles, features = like_BTZF.shape
+    groups, spans = _groups(grid, count), math.ceil(window / stride)
+    size = (batch, max(groups * stride, length - origin), roles, features)
+    rows = torch.empty(size, dtype=dtype, device=like_BTZF.device)
+    rows[:, groups * stride :] = 0
+    grouped = rows[:, : groups * stride].unflatten(1, (groups, stride)) if groups else rows[:, :0].reshape(batch, 0, stride, roles, features)
+    for role in range(roles):
+        for unread in (grouped[:, :role, :, role], grouped[:, role + count :, :, role], grouped[:, :, window - role * stride :, role]):
+            unread.zero_()
+    return rows[:, -origin : length - origin], [grouped[:, r : r + count, : window - r * stride, min(r, roles - 1)] for r in range(spans)]
+
+
+# one weight per offset and kv head: each group's tokens times their weights in the R windows that read it, one small product per group ----------------
+
+
+def band_pays(groups: int, dim: int, *, window: int, stride: int) -> bool:
+    """Whether `band_sum` beats cutting windows: they overlap, and a group's product is large enough for the BLAS (torch's bound, 400)."""
+    roles = math.ceil(window / stride)
+    heads = groups if _heads_inside(groups, roles) else 1
+    return window > stride and stride * roles * heads**2 * dim >= 400
+
+
+def band_sum(alpha_BNWG: torch.Tensor, u_BTUGD: torch.Tensor, *, window: int, stride: int, start: int) -> torch.Tensor:
+    """``sum_i alpha_i * u_i`` without copies of overlapping windows: [B, N, G, D].
+
+    Args:
+        alpha_BNWG: weights, 0 where the token does not exist.
+        u_BTUGD: payload rows, by role where U > 1.
+        start: row of the first window's first token, may be negative. The last window must end inside the rows.
+    """
+    rows = u_BTUGD[:, start:] if start > 0 else u_BTUGD
+    out: torch.Tensor = _BandSum.apply(alpha_BNWG, rows, (window, stride, min(start, 0)))  # type: ignore[no-untyped-call]
+    return out
+
+
+class _BandSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, alpha_BNWG: torch.Tensor, u: torch.Tensor, grid: Grid) -> torch.Tensor:
+        alpha_BNGW = alpha_BNWG.mT
+        ctx.save_for_backward(alpha_BNGW, u)
+        ctx.grid = grid
+        with torch.autocast(u.device.type, enabled=False):
+            return _scalar_sum(alpha_BNGW, u, grid)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.autocast(dout.device.type, enabled=False):
+            alpha_BNGW, u = ctx.saved_tensors
+            dalpha_BNGW, du = _scalar_gradients(dout, alpha_BNGW, u, ctx.grid)
+        return dalpha_BNGW.mT, du, None
+
+
+def _heads_inside(groups: int, spans: int) -> bool:
+    """Whether the heads of a token share one product, with zeros between them, or are brought apart by a copy first."""
+    return groups * spans <= 16
+
+
+def _bands(alpha_BNGW: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """[B, g, R, G, S, G]: weight of a group's token p and head in the window that reads it in role r; zeros between heads and where none reads."""
+    window, stride, _ = grid
+    batch, count, heads, _ = alpha_BNGW.shape
+    spans = math.ceil(window / stride)
+    bands = alpha_BNGW.new_zeros(batch, _groups(grid, count), spans, heads, stride, heads)
+    for place, alpha in zip(_band_entries(bands, count), alpha_BNGW.mT.split(stride, dim=2), strict=True):
+        place[:, :, : alpha.shape[2]] = alpha
+    return bands
+
+
+def _band_entries(bands_BgRGSG: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Of each role, the entries of the windows in it: views [B, N, S, G]."""
+    own_BgRSG = bands_BgRGSG.diagonal(dim1=3, dim2=5)
+    return [own_BgRSG[:, r : r + count, r] for r in range(bands_BgRGSG.shape[2])]
+
+
+def _role_slices(roles: int) -> list[slice]:
+    """Which window roles each payload role serves."""
+    return [slice(None)] if roles == 1 else [slice(r, r + 1) for r in range(roles)]
+
+
+def _apart(x: torch.Tensor, apart: bool, dim: int) -> torch.Tensor:
+    """Heads (at `dim`) as sequences of their own: [B*G, ..., 1, ...]."""
+    return x.movedim(dim, 1).flatten(0, 1).unsqueeze(dim) if apart else x
+
+
+def _scalar_sum(alpha_BNGW: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> torch.Tensor:
+    batch, count, groups, _ = alpha_BNGW.shape
+    roles = u_BTUGD.shape[2]
+    apart = not _heads_inside(groups, math.ceil(grid[0] / grid[1]))
+    bands = _bands(_apart(alpha_BNGW, apart, 2), grid)
+    u_BgSUGD = _grouped(_apart(u_BTUGD, apart, 3).to(bands.dtype), grid, count, 0.0)
+    out: torch.Tensor | None = None
+    for role, served in enumerate(_role_slices(roles)):
+        rows = bands[:, :, served].flatten(2, 3).flatten(3, 4)
+        parts = _product(rows, u_BgSUGD[:, :, :, role].flatten(2, 3)).unflatten(2, (-1, bands.shape[3]))
+        for r in range(parts.shape[2]):
+            part = parts[:, role + r : role + r + count, r]
+            out = part if out is None else out + part
+    assert out is not None
+    return (out.unflatten(0, (batch, groups)).squeeze(3).transpose(1, 2) if apart else out).to(u_BTUGD.dtype)
+
+
+def _scalar_gradients(dout_BNGD: torch.Tensor, alpha_BNGW: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients [B, N, G, W] of the weights and [B, T, U, G, D] of the payload."""
+    window, stride, origin = grid
+    batch, count, groups, _ = alpha_BNGW.shape
+    length, roles, dim = u_BTUGD.shape[1], u_BTUGD.shape[2], u_BTUGD.shape[4]
+    apart = not _heads_inside(groups, math.ceil(window / stride))
+    bands = _bands(_apart(alpha_BNGW, apart, 2), grid)
+    u_BgSUGD = _grouped(_apart(u_BTUGD, apart, 3).to(bands.dtype), grid, count, 0.0)
+    dout = bands.new_zeros(*bands.shape[:4], dim)
+    for r in range(bands.shape[2]):
+        dout[:, r : r + count, r] = _apart(dout_BNGD, apart, 2)
+    du, dbands = [], []
+    for role, served in enumerate(_role_slices(roles)):
+        incoming, band = dout[:, :, served].flatten(2, 3), bands[:, :, served].flatten(2, 3).flatten(3, 4)
+        du.append(_product(band.mT, incoming).unflatten(2, (stride, -1)))
+        dbands.append(_product(incoming, u_BgSUGD[:, :, :, role].flatten(2, 3).mT).unflatten(3, (stride, -1)).unflatten(2, (-1, bands.shape[3])))
+    found = torch.cat(dbands, dim=2) if roles > 1 else dbands[0]
+    dalpha = torch.cat([entries.mT for entries in _band_entries(found, count)], dim=-1)[..., :window]
+    du_BTUGD = _ungrouped(torch.stack(du, dim=3) if roles > 1 else du[0].unsqueeze(3), length, origin)
+    if apart:
+        dalpha = dalpha.unflatten(0, (batch, groups)).squeeze(3).transpose(1, 2)
+        du_BTUGD = du_BTUGD.unflatten(0, (batch, groups)).squeeze(4).movedim(1, 3)
+    return dalpha, du_BTUGD.to(u_BTUGD.dtype)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """One small matrix product per sequence and group: [B, g, Y, K] x [B, g, K, M]."""
+    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
+
+
+def _ungrouped(x_BgSUGD: torch.Tensor, length: int, origin: int) -> torch.Tensor:
+    """Groups back to rows [B, T, ...]: those at negative positions drop out, those that no window reads are zeros."""
+    rows = x_BgSUGD.flatten(1, 2)[:, -origin:][:, :length]
+    missing = length - rows.shape[1]
+    return F.pad(rows, (*[0, 0] * (rows.dim() - 2), 0, missing)) if missing else rows
+
+
+# one weight per channel: a few passes over a part of the batch that stays in the cache ---------------------------------------------------------------
+
+
+def _parts(u_BTUGD: torch.Tensor) -> list[slice]:
+    """The batch in slices of about 256 Ki payload elements."""
+    each = max(u_BTUGD[:1].numel(), 1)
+    size = max(262144 // each, 1)
+    return [slice(b, b + size) for b in range(0, u_BTUGD.shape[0], size)]
+
+
+def _vector_forward(z_BTZGE: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    batch, length, _, groups, dim = u_BTUGD.shape
+    count, wide = visibility.num_windows(length, *grid), torch.promote_types(z_BTZGE.dtype, torch.float32)
+    out = u_BTUGD.new_empty(batch, count, groups * dim, dtype=wide)
+    lse = torch.empty_like(out) if want_lse else None
+    weights = out.new_empty(batch, count, grid[0], groups * dim)
+    for part in _parts(u_BTUGD):
+        s_BNWF = torch.cat(_by_role(z_BTZGE[part].flatten(3).to(wide), grid, count, float("-inf")), dim=2)
+        alpha_BNWF = torch.softmax(s_BNWF, dim=2, out=weights[part])
+        if lse is not None:
+            lse[part] = _lse(s_BNWF, alpha_BNWF, 2)
+        total, u = out[part].zero_(), _by_role(u_BTUGD[part].flatten(3), grid, count, 0.0)
+        for alpha, payload in zip(alpha_BNWF.split(grid[1], dim=2), u, strict=True):
+            total += (alpha * payload).sum(dim=2)
+    return out.unflatten(-1, (groups, dim)).to(u_BTUGD.dtype), None if lse is None else lse.unflatten(-1, (groups, dim)), weights
+
+
+def _vector_backward(
+    dout_BNGD: torch.Tensor,
+    z_BTZGE: torch.Tensor,
+    u_BTUGD: torch.Tensor,
+    out_BNGD: torch.Tensor,
+    lse_BNGE: torch.Tensor | None,
+    grid: Grid,
+    weights: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count, wide = out_BNGD.shape[1], torch.promote_types(z_BTZGE.dtype, torch.float32)
+    dz_BTZF, into_z = _gradient_rows(z_BTZGE.flatten(3), grid, count, wide)
+    du_BTUF, into_u = _gradient_rows(u_BTUGD.flatten(3), grid, count, wide)
+    for part in _parts(u_BTUGD):
+        z, u = z_BTZGE[part].flatten(3), _by_role(u_BTUGD[part].flatten(3), grid, count, 0.0)
+        dout, out = (x[part].flatten(2)[:, :, None].to(wide) for x in (dout_BNGD, out_BNGD))
+        if weights is None:
+            assert lse_BNGE is not None
+            lse = lse_BNGE[part].flatten(2)[:, :, None]
+            alphas = [(s - lse).exp_() for s in _by_role(z, grid, count, float("-inf"))]
+        else:
+            alphas = list(weights[part].split(grid[1], dim=2))
+        for r, (alpha, payload) in enumerate(zip(alphas, u, strict=True)):
+            step = alpha * dout
+            _put(into_u[r][part], step, add=r > 0 and u_BTUGD.shape[2] == 1)
+            if r > 0 and z_BTZGE.shape[2] == 1:
+                into_z[r][part] += (payload - out).mul_(step)
+            else:
+                torch.sub(payload, out, out=into_z[r][part]).mul_(step)
+    return dz_BTZF.view(z_BTZGE.shape).to(z_BTZGE.dtype), du_BTUF.view(u_BTUGD.shape).to(u_BTUGD.dtype)
+
+
+def _put(place_BNSF: torch.Tensor, x_BNSF: torch.Tensor, *, add: bool) -> None:
+    place_BNSF.add_(x_BNSF) if add else place_BNSF.copy_(x_BNSF)

@@ -97,35 +97,42 @@ class Compressor(nn.Module):
         grid = self.grid
         first = grid.origin + window0 * grid.stride
         exists_NW = views.exists(window=grid.window, stride=grid.stride, first=first, count=count, device=hidden_BTC.device)
-
-        def cut(x_BTF: torch.Tensor) -> torch.Tensor:
-            return views.windows(x_BTF, window=grid.window, stride=grid.stride, start=first - row0, count=count)
-
-        hidden_BNWC = cut(hidden_BTC) if self.channels or not self.shares_projection else None
-        key_gates, value_gates = self._gates(hidden_BTC, hidden_BNWC, count, exists_NW)
-        key_BNWGD = self._payload(cut, hidden_BNWC, key_BTF, "key_maps")
-        key = views.weighted_sum(key_gates, normalise(key_BNWGD) if normalise is not None else key_BNWGD)
-        value = None
-        if self.tie.held == 2:
-            value = views.weighted_sum(value_gates, self._payload(cut, hidden_BNWC, value_BTF, "value_maps"))
+        cut = {"window": grid.window, "stride": grid.stride, "start": first - row0, "count": count}
+        hidden_BNWC = None if self.shares_projection else views.windows(hidden_BTC, **cut)
+        key_gates, value_gates = self._gates(hidden_BTC, exists_NW, cut)
+        key = self._pooled(key_gates, hidden_BNWC, key_BTF, "key_maps", cut, normalise)
+        value = self._pooled(value_gates, hidden_BNWC, value_BTF, "value_maps", cut) if self.tie.held == 2 else None
         return Pooled(key=key, value=value, key_gates=key_gates, value_gates=value_gates)
 
-    def _gates(self, like: torch.Tensor, hidden_BNWC: torch.Tensor | None, count: int, exists_NW: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if hidden_BNWC is None or not self.channels:
-            alpha = views.uniform_weights(like.shape[0], count, self.grid.window, exists_NW, like)[..., None]
+    def _gates(self, hidden_BTC: torch.Tensor, exists_NW: torch.Tensor | None, cut: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.channels:
+            alpha = views.uniform_weights(hidden_BTC.shape[0], cut["count"], self.grid.window, exists_NW, hidden_BTC)[..., None]
             return alpha, alpha
-        weight_WCX = self.gate_weight.expand(self.grid.window, -1, -1)
-        alpha_BNWX = views.gate_weights(hidden_BNWC, weight_WCX, getattr(self, "gate_bias", None), exists_NW)
+        alpha_BNWX = views.gate_weights_of_rows(hidden_BTC, self.gate_weight, getattr(self, "gate_bias", None), exists_NW, **cut)
         branches = alpha_BNWX.unflatten(-1, (self.tie.gates, self.kv_heads, self.channels)).unbind(dim=3)
         return branches[0], branches[-1]
 
-    def _payload(self, cut, hidden_BNWC: torch.Tensor | None, projected_BTF: torch.Tensor, maps: str) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        if self.shares_projection:
-            u_BNWF = cut(projected_BTF)
-        else:
-            assert hidden_BNWC is not None
+    def _pooled(
+        self,
+        gates_BNWGE: torch.Tensor,
+        hidden_BNWC: torch.Tensor | None,
+        projected_BTF: torch.Tensor,
+        maps: str,
+        cut: dict[str, int],
+        normalise: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Summaries of one branch: [B, N, G, D]."""
+        if hidden_BNWC is not None:
             u_BNWF = torch.einsum("bnwc,wcf->bnwf", hidden_BNWC, getattr(self, maps).to(hidden_BNWC.dtype))
-        return u_BNWF.unflatten(-1, (self.kv_heads, self.head_dim))
+        elif gates_BNWGE.shape[-1] == 1 and views.band_pays(self.kv_heads, self.head_dim, window=self.grid.window, stride=self.grid.stride):
+            u_BTGD = projected_BTF.unflatten(-1, (self.kv_heads, self.head_dim))
+            u_BTGD = normalise(u_BTGD) if normalise is not None else u_BTGD
+            alpha_BNWG = gates_BNWGE[..., 0].expand(-1, -1, -1, self.kv_heads)
+            return views.band_sum(alpha_BNWG, u_BTGD.unsqueeze(2), window=cut["window"], stride=cut["stride"], start=cut["start"])
+        else:
+            u_BNWF = views.windows(projected_BTF, **cut)
+        u_BNWGD = u_BNWF.unflatten(-1, (self.kv_heads, self.head_dim))
+        return views.weighted_sum(gates_BNWGE, normalise(u_BNWGD) if normalise is not None else u_BNWGD)
 
 
 def phase_profile(alpha_BNWGE: torch.Tensor, grid: Grid) -> torch.Tensor:

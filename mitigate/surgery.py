@@ -22,11 +22,12 @@ from mitigate.cache import SummaryCacheLayer
 from mitigate.compressor import Compressor, Pooled, phase_profile
 from mitigate.config import ConfigError, VariantConfig
 from mitigate.geometry import Grid
-from mitigate.kernels import blocked, reference
+from mitigate.kernels import blocked, ops, reference
 
 NAME = "mitigate"  # key in transformers' attention and mask registries
-BACKEND = "torch-cpu-sdpa"  # what `kernels/` runs today; recorded in the Row
-BLOCKED_FROM = 192  # tokens from which the blocked path beats one dense masked call (measured on CPU: level at 150, 1.3x at 256, 3.5x at 1,024)
+BACKEND = ops.backend("cpu")  # recorded in the Row
+OPERATORS = frozenset({"cuda"})  # kinds of device on which whole sequences go through `ops`
+BLOCKED_FROM = 48  # tokens from which the blocked path beats one dense masked call (forward and backward, CPU: level at 40, 1.2x at 64, 1.7x at 128)
 _MARK = "_mitigate_layer"
 
 
@@ -58,7 +59,6 @@ class AttachedLayer:
         self._key: torch.Tensor | None = None
         self._cache: SummaryCacheLayer | None = None
         self._kept: dict[Any, torch.Tensor] = {}
-        self._planned: tuple[Any, blocked.Plan] | None = None
 
     # -- summaries ------------------------------------------------------------------------------------------------------------------------------
 
@@ -158,16 +158,49 @@ class AttachedLayer:
 
     def _whole_sequence(self, hidden: Any, key: Any, q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor, scale: float) -> torch.Tensor:
         ks_BGND, vs_BGND = self._summaries(hidden, key, k_BGTD, v_BGTD)
+        if q_BHTD.device.type in OPERATORS:
+            return self._by_operator([x.transpose(1, 2) for x in (q_BHTD, ks_BGND, vs_BGND, k_BGTD, v_BGTD)], scale)
         length, repeat = q_BHTD.shape[2], q_BHTD.shape[1] // k_BGTD.shape[1]
-        if self.queries is None and length >= BLOCKED_FROM:
-            return blocked.attend_blocked(q_BHTD, ks_BGND, vs_BGND, k_BGTD, v_BGTD, self._plan(length, repeat, q_BHTD), scale).transpose(1, 2)
-        k_BGMD, v_BGMD = torch.cat([ks_BGND, k_BGTD], dim=2), torch.cat([vs_BGND, v_BGTD], dim=2)
-        mask = self._mask(0, length, repeat, q_BHTD)
-        if self.queries is None:
-            return blocked.attend(q_BHTD, k_BGMD, v_BGMD, mask, scale).transpose(1, 2)
-        rows = mask.unflatten(0, (repeat, length))[:, self.queries].flatten(0, 1)
-        out_BHAD = blocked.attend(q_BHTD[:, :, self.queries], k_BGMD, v_BGMD, rows, scale)
-        return spread(out_BHAD.transpose(1, 2), self.queries, length)
+        in_order = self.queries is None or bool((self.queries[1:] >= self.queries[:-1]).all())
+        if length >= BLOCKED_FROM and in_order:
+            plan = self._plan(length, repeat, q_BHTD)
+            q_BHAD = q_BHTD if self.queries is None else q_BHTD[:, :, self.queries]
+            out_BHAD = blocked.attend_blocked(q_BHAD, ks_BGND, vs_BGND, k_BGTD, v_BGTD, plan, scale)
+        else:
+            k_BGMD, v_BGMD = torch.cat([ks_BGND, k_BGTD], dim=2), torch.cat([vs_BGND, v_BGTD], dim=2)
+            mask = self._mask(0, length, repeat, q_BHTD)
+            if self.queries is None:
+                q_BHAD = q_BHTD
+            else:
+                q_BHAD = q_BHTD[:, :, self.queries]
+                mask = mask.unflatten(0, (repeat, length))[:, self.queries].flatten(0, 1)
+            out_BHAD = blocked.attend(q_BHAD, k_BGMD, v_BGMD, mask, scale)
+        out_BAHD = out_BHAD.transpose(1, 2)
+        return out_BAHD if self.queries is None else spread(out_BAHD, self.queries, length)
+
+    def _by_operator(self, parts: list[torch.Tensor], scale: float) -> torch.Tensor:
+        """Queries from the first one asked for on; [B, T, H, D] with zeros where nobody asked."""
+        q_BTHD, ks_BNGD, vs_BNGD, k_BTGD, v_BTGD = parts
+        grid, length = self.grid, k_BTGD.shape[1]
+        first = 0 if self.queries is None else int(self.queries.min())
+        position = torch.arange(length, device=k_BTGD.device)
+        position = position[reference.is_bypassed(position, stride=grid.stride, origin=grid.origin, phases=self.phases)]
+        out_BAHD, _ = ops.attend(
+            q_BTHD[:, first:],
+            ks_BNGD,
+            vs_BNGD,
+            k_BTGD,
+            v_BTGD,
+            window=grid.window,
+            stride=grid.stride,
+            origin=grid.origin,
+            local=self.local,
+            scale=scale,
+            kb_BPGD=k_BTGD[:, position],
+            vb_BPGV=v_BTGD[:, position],
+            pos_b=position,
+        )
+        return out_BAHD if self.queries is None else spread(out_BAHD[:, self.queries - first], self.queries, length)
 
     def _summaries(self, hidden: Any, key: Any, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if hidden is None or key is None:
@@ -183,22 +216,18 @@ class AttachedLayer:
         return summary_key, summary_key if summary_value is None else summary_value
 
     def _plan(self, length: int, repeat: int, like: torch.Tensor) -> blocked.Plan:
-        signature = (length, repeat, like.dtype, like.device)
-        if self._planned is None or self._planned[0] != signature:
-            grid = self.grid
-            with torch.inference_mode(False):  # a kept mask must also serve a later backward pass
-                made = blocked.plan(
-                    length,
-                    window=grid.window,
-                    stride=grid.stride,
-                    origin=grid.origin,
-                    local=self.local,
-                    bypass=self.phases,
-                    repeat=repeat,
-                    like=like,
-                )
-            self._planned = (signature, made)
-        return self._planned[1]
+        grid = self.grid
+        return blocked.plan(
+            length,
+            window=grid.window,
+            stride=grid.stride,
+            origin=grid.origin,
+            local=self.local,
+            bypass=self.phases,
+            repeat=repeat,
+            like=like,
+            queries=None if self.queries is None else self.queries.tolist(),
+        )
 
     def _mask(self, past: int, length: int, repeat: int, like: torch.Tensor) -> torch.Tensor:
         signature = (past, length, repeat, like.dtype, like.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -181,10 +182,10 @@ def test_rows_beyond_what_may_be_read_are_not_read(block: int) -> None:
         parts = inputs(grid, length, 4, 2, batch=1)
         lowest = visibility.exact_lo(first, *grid, local)
         hidden = [i for i in range(lowest) if (i - grid[2]) % grid[1] not in bypass]
-        blocked = (first // block - plan_for(parts, grid, local, bypass, block).lookback) * block
+        reached = next(one.low for one in plan_for(parts, grid, local, bypass, block).blocks if one.stop > first)
         poisoned = [x.clone() for x in parts]
         # A dense product multiplies masked values by an exact 0, so only what a block never gathers may hold NaN.
-        beyond = [i for i in hidden if i < blocked]
+        beyond = [i for i in hidden if i < reached]
         assert beyond
         for bank in poisoned[3:]:
             bank[:, :, beyond] = float("nan")
@@ -244,13 +245,141 @@ def test_reruns_are_bit_equal() -> None:
             assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
 
 
-def test_work_grows_with_what_is_visible() -> None:
-    """Exact tokens a block reads stay constant as the sequence grows."""
+def test_work_and_memory_grow_with_what_is_visible() -> None:
+    """A block reads what its queries see and little more, masks a band of constant width, and equal bands are held once."""
     for grid, local, bypass in CASES:
-        short, long = (plan_for(inputs(grid, length, 1, 1, batch=1), grid, local, bypass, 32) for length in (100, 400))
-        assert short.lookback == long.lookback <= -(-max(local, grid[0] + grid[1]) // 32)
-        bank = len(long.bypassed)
-        assert long.mask.shape == (1, 13, 32, visibility.num_windows(400, *grid) + bank + (long.lookback + 1) * 32)
+        for length in (100, 400, 1600):
+            made = plan_for(inputs(grid, length, 1, 1, batch=1), grid, local, bypass, 32)
+            seen = visible(length, grid, local, bypass).sum(dim=1)
+            for block in made.blocks:
+                assert block.entries <= int(seen[block.first]) + 3 * 32
+                assert all(stop - first <= local + 4 * 32 + 2 * grid[0] for first, stop, _ in block.masks)
+            different = {mask.data_ptr() for block in made.blocks for _, _, mask in block.masks}
+            assert len(different) <= 2 * 3 + 2 * grid[1] // math.gcd(grid[1], 32), "bands repeat with the phase"
+
+
+@pytest.mark.parametrize("block", [7, 32])
+def test_weights_made_again_equal_weights_kept(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, local, bypass = (8, 4, -4), 4, (0,)
+    made = []
+    for entries in (0, 10**6):
+        monkeypatch.setattr(blocked, "KEPT_ENTRIES", entries)
+        blocked._plan.cache_clear()
+        leaves = [x.requires_grad_() for x in inputs(grid, 61, 4, 2)]
+        out = blocked_path(grid, local, bypass, block)(leaves)
+        made.append([out, *gradients(out, torch.ones_like(out), leaves)])
+    blocked._plan.cache_clear()
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def test_memory_of_a_long_sequence_is_linear() -> None:
+    """What autograd keeps, counted: beyond KEPT_ENTRIES per query, inputs and nothing else."""
+    grid = (2, 2, 0)
+    sizes = []
+    for length in (1024, 2048):
+        leaves = [x.float().requires_grad_() for x in inputs(grid, length, 1, 1, batch=1)]
+        held: list[int] = []
+
+        def count(x: torch.Tensor, held: list[int] = held) -> torch.Tensor:
+            held.append(x.numel())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            blocked_path(grid, 4, (), 64)(leaves)
+        sizes.append(sum(held))
+    assert sizes[0] == sum(x.numel() for x in inputs(grid, 1024, 1, 1, batch=1)) * 1
+    assert sizes[1] == 2 * sizes[0]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_the_end_of_a_sequence_alone(data: st.DataObject) -> None:
+    """Queries from any token on give the rows of the whole, gradients included."""
+    window = data.draw(st.integers(1, 9))
+    stride = data.draw(st.integers(1, window))
+    grid = (window, stride, data.draw(st.integers(1 - window, 0)))
+    bypass = tuple(sorted(data.draw(st.sets(st.integers(0, stride - 1), max_size=2))))
+    local, length = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 40))
+    start, block = data.draw(st.integers(0, length - 1)), data.draw(st.integers(1, 20))
+
+    def plain(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return reference_path(grid, local, bypass)(parts)[:, :, start:]
+
+    def ours(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        q, ks, vs, k, v = parts
+        made = blocked.plan(
+            length, window=grid[0], stride=grid[1], origin=grid[2], local=local, bypass=bypass, repeat=2, like=q, block=block, queries=range(start, length)
+        )
+        return blocked.attend_blocked(q[:, :, start:], ks, vs, k, v, made, q.shape[-1] ** -0.5)
+
+    compare({"end": ours}, [plain], inputs(grid, length, 4, 2, batch=1, dim=2), torch.float64)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_chosen_queries_alone(data: st.DataObject) -> None:
+    """Queries at some positions give those rows of the whole, gradients included; a position may be asked for twice."""
+    grid, local, bypass = data.draw(st.sampled_from(CASES))
+    length = data.draw(st.integers(1, 60))
+    positions = sorted(data.draw(st.lists(st.integers(0, length - 1), max_size=12)))
+
+    def plain(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return reference_path(grid, local, bypass)(parts)[:, :, positions]
+
+    def ours(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        q, ks, vs, k, v = parts
+        window, stride, origin = grid
+        made = blocked.plan(length, window=window, stride=stride, origin=origin, local=local, bypass=bypass, repeat=2, like=q, block=5, queries=positions)
+        return blocked.attend_blocked(q[:, :, positions], ks, vs, k, v, made, q.shape[-1] ** -0.5)
+
+    compare({"chosen": ours}, [plain], inputs(grid, length, 4, 2, batch=1, dim=2), torch.float64)
+
+
+@pytest.mark.parametrize("queries", [[3, 2], [-1, 4], [8, 9]])
+def test_queries_that_cannot_be_planned_are_refused(queries: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"plan\.queries must not decrease and lie in \[0, 9\)"):
+        blocked.plan(9, window=4, stride=4, origin=0, local=1, bypass=(), repeat=1, like=torch.zeros(()), queries=queries)
+
+
+def test_lse_is_the_log_of_the_sum() -> None:
+    grid, local, bypass = (8, 4, -4), 4, (0,)
+    parts = inputs(grid, 37, 4, 2)
+    q, ks, _, k, v = parts
+    made = plan_for(parts, grid, local, bypass, 16)
+    banks = [*parts, k[:, :, made.bypassed], v[:, :, made.bypassed]]
+    _, lse, _ = blocked.forward(banks, made, 0.3, want_lse=True)
+    keys = torch.cat([ks, k], dim=2).repeat_interleave(2, dim=1)
+    logits = (q @ keys.mT * 0.3).masked_fill(~visible(37, grid, local, bypass), float("-inf"))
+    torch.testing.assert_close(lse, logits.logsumexp(dim=-1), atol=1e-12, rtol=0)
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    grid = (8, 4, -4)
+    parts = inputs(grid, 37, 4, 2)
+    made = plan_for(parts, grid, 4, (3,), 16)
+    for index, message in (
+        (0, r"attend\.q must hold 37 tokens, got 36"),
+        (1, r"attend\.ks must hold at least 9 summaries, got 8"),
+        (2, r"attend\.vs must hold at least 9 summaries, got 8"),
+        (3, r"attend\.k must hold 37 tokens, got 36"),
+        (4, r"attend\.v must hold 37 tokens, got 36"),
+    ):
+        short = [x[:, :, :-1] if i == index else x for i, x in enumerate(parts)]
+        with pytest.raises(ValueError, match=message):
+            blocked.attend_blocked(*short, made, 0.3)  # type: ignore[call-arg, misc]
+    with pytest.raises(ValueError, match=r"attend\.kb must hold 9 bypassed tokens, got 8"):
+        blocked.attend_banks([*parts, parts[3][:, :, :8], parts[4][:, :, :9]], made, 0.3)
+    with pytest.raises(ValueError, match=r"attend\.q must hold 2 heads per kv head \(2\), got 3"):
+        blocked.attend_blocked(parts[0][:, :3], *parts[1:], made, 0.3)  # type: ignore[call-arg, misc]
+
+
+def test_autocast_changes_nothing() -> None:
+    parts = [x.float().requires_grad_() for x in inputs((8, 4, -4), 37, 4, 2)]
+    path = blocked_path((8, 4, -4), 4, (0,), 16)
+    outside = path(parts)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = path(parts)
+    assert torch.equal(inside, outside)
 
 
 def test_an_all_visible_call_needs_no_mask() -> None:

@@ -167,3 +167,70 @@ def test_open_tail_gets_gradient_zero() -> None:
         for gradient in gradients(summary, torch.ones_like(summary), parts[:2]):
             assert not gradient[:, covered:].any()
             assert gradient[:, :covered].any() or grid[0] == 1, "a window of one token has no gate to learn"
+
+
+# logits by role, and products in place of windows -------------------------------------------------------------------------------------------------
+
+
+def by_role(grid: tuple[int, int, int], length: int, roles_z: int, roles_u: int, channels: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    shapes = ((2, length, roles_z, GROUPS, channels), (2, length, roles_u, GROUPS, DIM))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("channels", [1, DIM])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_pool_by_role_equals_the_reference(grid: tuple[int, int, int], channels: int) -> None:
+    """With the weights kept for the backward pass; the operators' tests make them again."""
+    window, stride, origin = grid
+    roles = -(-window // stride)
+    role = torch.arange(window) // stride
+    for length in (1, 29, 41):
+        for roles_z, roles_u in {(1, 1), (roles, 1), (roles, roles)}:
+            z, u = leaves = by_role(grid, length, roles_z, roles_u, channels)
+            offsets = [x.expand(-1, -1, window, -1, -1) if x.shape[2] == 1 else x[:, :, role] for x in leaves]
+            wanted, _ = reference.pool(*offsets, window=window, stride=stride, origin=origin)
+            found = views.pool(z, u, window=window, stride=stride, origin=origin)
+            weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            for one, other in zip([found, *gradients(found, weight, leaves)], [wanted, *gradients(wanted, weight, leaves)], strict=True):
+                torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_a_product_in_place_of_windows_cut_from_any_row(data: st.DataObject) -> None:
+    window = data.draw(st.integers(1, 12))
+    stride, groups = data.draw(st.integers(1, window)), data.draw(st.sampled_from([1, 2, 17]))
+    start, count = data.draw(st.integers(1 - window, 9)), data.draw(st.integers(1, 5))
+    length = max(start + (count - 1) * stride + window, 1) + data.draw(st.integers(0, 9))
+    if start + (count - 1) * stride + window <= 0:
+        return
+    generator = torch.Generator().manual_seed(length)
+    leaves = [torch.randn(s, generator=generator, dtype=torch.float64) for s in ((2, count, window, groups), (2, length, groups, DIM))]
+    exists = views.exists(window=window, stride=stride, first=start, count=count)
+    leaves[0] = (leaves[0] if exists is None else leaves[0] * exists[None, :, :, None]).requires_grad_()
+    alpha, u = leaves[0], leaves[1].requires_grad_()
+    cut = {"window": window, "stride": stride, "start": start}
+    found = views.band_sum(alpha, u.unsqueeze(2), **cut)
+    wanted = views.weighted_sum(alpha[..., None], views.windows(u.flatten(2), count=count, **cut).unflatten(-1, (groups, DIM)))
+    weight = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
+    for one, other in zip([found, *gradients(found, weight, leaves)], [wanted, *gradients(wanted, weight, leaves)], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("outputs", [2, WIDTH])
+@pytest.mark.parametrize("maps", ["per offset", "shared"])
+def test_gates_of_rows_equal_gates_of_windows(maps: str, outputs: int) -> None:
+    for window, stride, origin in GRIDS:
+        count = visibility.num_windows(29, window, stride, origin)
+        generator = torch.Generator().manual_seed(window)
+        shapes = ((2, 29, WIDTH), (window if maps == "per offset" else 1, WIDTH, outputs), (window, outputs))
+        leaves = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+        hidden, weight, bias = leaves
+        exists = views.exists(window=window, stride=stride, first=origin, count=count)
+        cut = {"window": window, "stride": stride, "start": origin, "count": count}
+        found = views.gate_weights_of_rows(hidden, weight, bias, exists, **cut)
+        wanted = views.gate_weights(views.windows(hidden, **cut), weight.expand(window, -1, -1), bias, exists)
+        pull = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
+        for one, other in zip([found, *gradients(found, pull, leaves)], [wanted, *gradients(wanted, pull, leaves)], strict=True):
+            torch.testing.assert_close(one, other, atol=1e-12, rtol=0)

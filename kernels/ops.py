@@ -1,0 +1,452 @@
+"""Pool and attend as PyTorch operators: the one door to the kernels, for every device, under autograd and `torch.compile`.
+
+Forward and backward are separate operators, each with a fake that shares the counts of `visibility`. On a CUDA device they run the Triton kernels,
+elsewhere, and where Triton is not installed, the plain PyTorch of `views` and `blocked`. Triton is imported on the first CUDA call.
+The log-sum-exp that both return has no gradient.
+
+Shapes: B batch, T tokens, N summaries, H query heads, G kv heads, D head dim of keys, V of values, P bypassed tokens, E gate channels (1 or D),
+Z and U roles of logits and payload. Packed sequences (`cu_seqlens`) have B = 1 and one length of tokens, and of summaries, after another.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from importlib import metadata
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mitigate.kernels import blocked, views, visibility
+
+
+def backend(device: torch.device | str) -> str:
+    """What really runs on a device; recorded with every result."""
+    kind = torch.device(device).type
+    if kind == "cuda" and has_triton():
+        return f"triton-{metadata.version('triton')}"
+    return f"torch-{kind}-blocked"
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed; does not import it."""
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except ModuleNotFoundError:  # an import hook hides it
+        return False
+
+
+# pool ------------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def pool(z_BTZGE: Tensor | None, u_BTUGD: Tensor, *, window: int, stride: int, origin: int = 0, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``summary_j = sum_i alpha_{j,i} * u_{j,i}`` with ``alpha_j = softmax_i`` of the logits over the tokens of window j that exist.
+
+    Args:
+        z_BTZGE: gate logits by role, bias included; Z = 1: one logit for all roles; None: uniform gates.
+        u_BTUGD: payload by role; U = 1: one payload for all roles.
+        cu_seqlens: first token of each packed sequence and the total, int [sequences + 1]; read on the host.
+
+    Returns:
+        summaries [B, N, G, D] in the payload's dtype; log-sum-exp [B, N, G, E] in fp32 (fp64 for fp64 logits).
+    """
+    z = u_BTUGD.new_empty(*u_BTUGD.shape[:2], 0, u_BTUGD.shape[3], 1) if z_BTZGE is None else z_BTZGE
+    if cu_seqlens is None:
+        windows = visibility.num_windows(u_BTUGD.shape[1], window, stride, origin)
+    else:
+        windows = sum(visibility.num_windows(n, window, stride, origin) for n in _lengths(cu_seqlens))
+    found: tuple[Tensor, Tensor] = _pool(z, u_BTUGD, window, stride, origin, windows, cu_seqlens)
+    return found
+
+
+@torch.library.custom_op("mitigate::pool", mutates_args=())
+def _pool(z: Tensor, u: Tensor, window: int, stride: int, origin: int, windows: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    grid = (window, stride, origin)
+    if cu_seqlens is None:
+        return _pooled(z, u, grid)
+    parts = [_pooled(z[:, rows], u[:, rows], grid) for rows in _slices(cu_seqlens)]
+    return _joined(parts, like=(u.new_empty(1, 0, *u.shape[3:]), u.new_empty(1, 0, u.shape[3], _channels(z), dtype=_wide(z, u))))
+
+
+def _pooled(z: Tensor, u: Tensor, grid: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    out, lse, _ = views.pool_forward(z, u, grid, want_lse=True)
+    assert lse is not None
+    return out.contiguous(), lse.contiguous()
+
+
+@_pool.register_fake
+def _(z: Tensor, u: Tensor, window: int, stride: int, origin: int, windows: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    batch, _, _, groups, dim = u.shape
+    return u.new_empty(batch, windows, groups, dim), u.new_empty(batch, windows, groups, _channels(z), dtype=_wide(z, u))
+
+
+@_pool.register_kernel("cuda")
+def _pool_cuda(z: Tensor, u: Tensor, window: int, stride: int, origin: int, windows: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    if not has_triton():
+        return _pool._init_fn(z, u, window, stride, origin, windows, cu_seqlens)
+    from mitigate.kernels import pool as kernel
+
+    return kernel.pool_fwd(_unit(z), _unit(u), window=window, stride=stride, origin=origin, cu_seqlens=cu_seqlens)
+
+
+@torch.library.custom_op("mitigate::pool_backward", mutates_args=())
+def _pool_backward(
+    dout: Tensor, z: Tensor, u: Tensor, out: Tensor, lse: Tensor, window: int, stride: int, origin: int, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    grid = (window, stride, origin)
+    if cu_seqlens is None:
+        return _contiguous(views.pool_backward(dout, z, u, out, lse, grid))
+    counts = [visibility.num_windows(n, *grid) for n in _lengths(cu_seqlens)]
+    banks = zip(dout.split(counts, dim=1), out.split(counts, dim=1), lse.split(counts, dim=1), _slices(cu_seqlens), strict=True)
+    parts = [views.pool_backward(g, z[:, rows], u[:, rows], o, m, grid) for g, o, m, rows in banks]
+    return _joined(parts, like=(z[:, :0], u[:, :0]))
+
+
+@_pool_backward.register_fake
+def _(dout: Tensor, z: Tensor, u: Tensor, out: Tensor, lse: Tensor, window: int, stride: int, origin: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    return z.new_empty(z.shape), u.new_empty(u.shape)
+
+
+@_pool_backward.register_kernel("cuda")
+def _pool_backward_cuda(
+    dout: Tensor, z: Tensor, u: Tensor, out: Tensor, lse: Tensor, window: int, stride: int, origin: int, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if not has_triton():
+        return _pool_backward._init_fn(dout, z, u, out, lse, window, stride, origin, cu_seqlens)
+    from mitigate.kernels import pool as kernel
+
+    dz, du = kernel.pool_bwd(dout, _unit(z), _unit(u), out, lse, window=window, stride=stride, origin=origin, cu_seqlens=cu_seqlens)
+    return torch.zeros_like(z) if dz is None else dz, du
+
+
+def _pool_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    z, u, window, stride, origin, _, cu_seqlens = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(z, u, out, lse)
+    ctx.grid, ctx.cu_seqlens = (window, stride, origin), cu_seqlens
+
+
+def _pool_autograd(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    dz, du = _pool_backward(dout, *ctx.saved_tensors, *ctx.grid, ctx.cu_seqlens)
+    return dz, du, None, None, None, None, None
+
+
+_pool.register_autograd(_pool_autograd, setup_context=_pool_context)
+
+
+# attend ----------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def attend(
+    q_BTHD: Tensor,
+    ks_BNGD: Tensor,
+    vs_BNGV: Tensor,
+    k_BTGD: Tensor,
+    v_BTGV: Tensor,
+    *,
+    window: int,
+    stride: int,
+    origin: int = 0,
+    local: int,
+    scale: float,
+    kb_BPGD: Tensor | None = None,
+    vb_BPGV: Tensor | None = None,
+    pos_b: Tensor | None = None,
+    q_start: int | None = None,
+    k_start: int = 0,
+    cu_seqlens: Tensor | None = None,
+    cu_bypass: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One joint softmax over summaries, exact tokens and bypassed tokens.
+
+    Args:
+        q_BTHD: queries; G divides H.
+        ks_BNGD, vs_BNGV: summaries, window 0 first.
+        k_BTGD, v_BTGV: exact tokens from position `k_start` on.
+        local: how many last tokens stay exact.
+        kb_BPGD, vb_BPGV, pos_b: bypassed tokens and their positions, int [P], increasing. Seen before the exact interval, so that none counts twice.
+        q_start: position of the first query; by default the queries are the last of the exact tokens.
+        cu_seqlens, cu_bypass: where packed sequences start among tokens and bypassed tokens, int [sequences + 1]; read on the host.
+
+    Returns:
+        out [B, T, H, V]; log-sum-exp of the logits [B, T, H] in fp32 (fp64 for fp64 inputs).
+    """
+    kb = k_BTGD[:, :0] if kb_BPGD is None else kb_BPGD
+    vb = v_BTGV[:, :0] if vb_BPGV is None else vb_BPGV
+    pos = torch.empty(0, dtype=torch.int32, device=q_BTHD.device) if pos_b is None else pos_b
+    first = k_start + k_BTGD.shape[1] - q_BTHD.shape[1] if q_start is None else q_start
+    found: tuple[Tensor, Tensor] = _attend(
+        q_BTHD, ks_BNGD, vs_BNGV, k_BTGD, v_BTGV, kb, vb, pos, window, stride, origin, local, scale, first, k_start, cu_seqlens, cu_bypass
+    )
+    return found
+
+
+@torch.library.custom_op("mitigate::attend", mutates_args=())
+def _attend(
+    q: Tensor,
+    ks: Tensor,
+    vs: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kb: Tensor,
+    vb: Tensor,
+    pos: Tensor,
+    window: int,
+    stride: int,
+    origin: int,
+    local: int,
+    scale: float,
+    q_start: int,
+    k_start: int,
+    cu_seqlens: Tensor | None,
+    cu_bypass: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    def one(parts: Sequence[Tensor], plan: blocked.Plan) -> tuple[Tensor, ...]:
+        out, lse, _ = blocked.forward(parts, plan, scale, want_lse=True)
+        assert lse is not None
+        return out.transpose(1, 2), lse.transpose(1, 2)
+
+    grid = (window, stride, origin)
+    calls = _calls((q, ks, vs, k, v, kb, vb), pos, grid, local, q_start, k_start, cu_seqlens, cu_bypass)
+    empty = (q.new_empty(q.shape[0], 0, q.shape[2], v.shape[3]), q.new_empty(q.shape[0], 0, q.shape[2], dtype=_wide(q)))
+    return _joined([one(parts, plan) for parts, plan in calls], like=empty)
+
+
+@_attend.register_fake
+def _(
+    q: Tensor,
+    ks: Tensor,
+    vs: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kb: Tensor,
+    vb: Tensor,
+    pos: Tensor,
+    window: int,
+    stride: int,
+    origin: int,
+    local: int,
+    scale: float,
+    q_start: int,
+    k_start: int,
+    cu_seqlens: Tensor | None,
+    cu_bypass: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    batch, length, heads, _ = q.shape
+    return q.new_empty(batch, length, heads, v.shape[3]), q.new_empty(batch, length, heads, dtype=_wide(q))
+
+
+@_attend.register_kernel("cuda")
+def _attend_cuda(
+    q: Tensor,
+    ks: Tensor,
+    vs: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kb: Tensor,
+    vb: Tensor,
+    pos: Tensor,
+    window: int,
+    stride: int,
+    origin: int,
+    local: int,
+    scale: float,
+    q_start: int,
+    k_start: int,
+    cu_seqlens: Tensor | None,
+    cu_bypass: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    rest = (window, stride, origin, local, scale, q_start, k_start, cu_seqlens, cu_bypass)
+    if not has_triton():
+        return _attend._init_fn(q, ks, vs, k, v, kb, vb, pos, *rest)
+    from mitigate.kernels import attend as kernel
+
+    return kernel.attend_fwd(_unit(q), _unit(ks), _unit(vs), _unit(k), _unit(v), **_named(rest, kb, vb, pos))
+
+
+@torch.library.custom_op("mitigate::attend_backward", mutates_args=())
+def _attend_backward(
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    ks: Tensor,
+    vs: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kb: Tensor,
+    vb: Tensor,
+    pos: Tensor,
+    window: int,
+    stride: int,
+    origin: int,
+    local: int,
+    scale: float,
+    q_start: int,
+    k_start: int,
+    cu_seqlens: Tensor | None,
+    cu_bypass: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    parts = (q, ks, vs, k, v, kb, vb)
+    calls = _calls(parts, pos, (window, stride, origin), local, q_start, k_start, cu_seqlens, cu_bypass)
+    douts = [dout] if cu_seqlens is None else [dout[:, rows] for rows in _slices(cu_seqlens)]
+    found = [
+        tuple(x.transpose(1, 2) for x in blocked.backward(banks, incoming.transpose(1, 2), plan, scale))
+        for (banks, plan), incoming in zip(calls, douts, strict=True)
+    ]
+    dq, dks, dvs, dk, dv, dkb, dvb = _joined(found, like=tuple(x[:, :0] for x in parts))
+    return dq, dks, dvs, dk, dv, dkb, dvb
+
+
+@_attend_backward.register_fake
+def _(
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    ks: Tensor,
+    vs: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kb: Tensor,
+    vb: Tensor,
+    pos: Tensor,
+    window: int,
+    stride: int,
+    origin: int,
+    local: int,
+    scale: float,
+    q_start: int,
+    k_start: int,
+    cu_seqlens: Tensor | None,
+    cu_bypass: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dks, dvs, dk, dv, dkb, dvb = (x.new_empty(x.shape) for x in (q, ks, vs, k, v, kb, vb))
+    return dq, dks, dvs, dk, dv, dkb, dvb
+
+
+@_attend_backward.register_kernel("cuda")
+def _attend_backward_cuda(
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    ks: Tensor,
+    vs: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kb: Tensor,
+    vb: Tensor,
+    pos: Tensor,
+    window: int,
+    stride: int,
+    origin: int,
+    local: int,
+    scale: float,
+    q_start: int,
+    k_start: int,
+    cu_seqlens: Tensor | None,
+    cu_bypass: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rest = (window, stride, origin, local, scale, q_start, k_start, cu_seqlens, cu_bypass)
+    if not has_triton():
+        return _attend_backward._init_fn(dout, out, lse, q, ks, vs, k, v, kb, vb, pos, *rest)
+    from mitigate.kernels import attend as kernel
+
+    dq, dks, dvs, dk, dv, dkb, dvb = kernel.attend_bwd(dout, _unit(q), _unit(ks), _unit(vs), _unit(k), _unit(v), out, lse, **_named(rest, kb, vb, pos))
+    return dq, dks, dvs, dk, dv, torch.zeros_like(kb) if dkb is None else dkb, torch.zeros_like(vb) if dvb is None else dvb
+
+
+def _attend_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(out, lse, *inputs[:8])
+    ctx.rest = inputs[8:]
+
+
+def _attend_autograd(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (*_attend_backward(dout, *ctx.saved_tensors, *ctx.rest), *[None] * 10)
+
+
+_attend.register_autograd(_attend_autograd, setup_context=_attend_context)
+
+
+# helpers ---------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _calls(
+    parts: Sequence[Tensor],
+    pos: Tensor,
+    grid: tuple[int, int, int],
+    local: int,
+    q_start: int,
+    k_start: int,
+    cu_seqlens: Tensor | None,
+    cu_bypass: Tensor | None,
+) -> list[tuple[list[Tensor], blocked.Plan]]:
+    """Heads before tokens, and the plan: once, or for each packed sequence."""
+    turned = [x.transpose(1, 2) for x in parts]
+    q, k = turned[0], turned[3]
+    repeat = q.shape[1] // max(k.shape[1], 1)
+
+    def planned(banks: list[Tensor], positions: Tensor, start: int, held_from: int) -> tuple[list[Tensor], blocked.Plan]:
+        queries = range(start, start + banks[0].shape[2])
+        length = held_from + banks[3].shape[2]
+        plan = blocked.plan_with_bank(length, grid, local=local, bank_P=positions, repeat=repeat, like=q, queries=queries, held_from=held_from)
+        blocked.check(banks, plan)
+        return banks, plan
+
+    if cu_seqlens is None:
+        return [planned(turned, pos, q_start, k_start)]
+    lengths = _lengths(cu_seqlens)
+    counts = [visibility.num_windows(n, *grid) for n in lengths]
+    bypassed = [0] * len(lengths) if cu_bypass is None else _lengths(cu_bypass)
+    sizes = (lengths, counts, counts, lengths, lengths, bypassed, bypassed)
+    split = zip(*[x.split(size, dim=2) for x, size in zip(turned, sizes, strict=True)], strict=True)
+    return [planned(list(banks), positions, 0, 0) for banks, positions in zip(split, pos.split(bypassed), strict=True)]
+
+
+def _named(rest: tuple[Any, ...], kb: Tensor, vb: Tensor, pos: Tensor) -> dict[str, Any]:
+    """Keyword arguments of the Triton launchers."""
+    names = ("window", "stride", "origin", "local", "scale", "q_start", "k_start", "cu_seqlens", "cu_bypass")
+    bank = {"kb_BPGD": _unit(kb), "vb_BPGV": _unit(vb), "pos_b": pos} if kb.shape[1] else {}
+    found = dict(zip(names, rest, strict=True)) | bank
+    return found | ({"q_start": None, "k_start": 0} if found["cu_seqlens"] is not None else {})
+
+
+def _unit(x: Tensor) -> Tensor:
+    """The Triton kernels take any strides but the last, which must be 1."""
+    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def _wide(*tensors: Tensor) -> torch.dtype:
+    kind = tensors[0].dtype
+    for x in tensors[1:]:
+        kind = torch.promote_types(kind, x.dtype)
+    return torch.promote_types(kind, torch.float32)
+
+
+def _channels(z: Tensor) -> int:
+    return z.shape[4] if z.shape[2] else 1
+
+
+def _lengths(cu: Tensor) -> list[int]:
+    return [stop - start for start, stop in pairwise(cu.tolist())]
+
+
+def _slices(cu: Tensor) -> list[slice]:
+    return [slice(start, stop) for start, stop in pairwise(cu.tolist())]
+
+
+def _joined(parts: Sequence[tuple[Tensor, ...]], like: tuple[Tensor, ...]) -> Any:
+    """Results of packed sequences one after another, contiguous; `like` where there is no sequence."""
+    if len(parts) == 1:
+        return _contiguous(parts[0])
+    return tuple(torch.cat(list(x), dim=1) for x in zip(*parts, strict=True)) if parts else tuple(x.clone() for x in like)
+
+
+def _contiguous(tensors: tuple[Tensor, ...]) -> Any:
+    return tuple(x.contiguous() for x in tensors)
