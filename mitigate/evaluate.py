@@ -45,8 +45,8 @@ def evaluate(config: EvaluationConfig, *, label: str = "", log: Callable[[str], 
     return Row(
         status="ok",
         label=label or default_label(config),
-        config=to_dict(config),
-        config_sha256=content_hash(config),
+        config=to_dict(recorded(config)),
+        config_sha256=content_hash(recorded(config)),
         base_sha256=base.sha256,
         seed=config.seed,
         versions=installed_versions(),
@@ -61,6 +61,11 @@ def evaluate(config: EvaluationConfig, *, label: str = "", log: Callable[[str], 
         cost=measured,
         **worst_of(scores),
     )
+
+
+def recorded(config: EvaluationConfig) -> EvaluationConfig:
+    """The config as a Row keeps it: of a model on disk the name alone, since where it lies is this machine's; `base_sha256` says what it is."""
+    return replace(config, model=Path(config.model).name) if Path(config.model).exists() else config
 
 
 def default_label(config: EvaluationConfig) -> str:
