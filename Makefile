@@ -1,6 +1,7 @@
 # One command from a clean checkout to a Pareto front: make quickstart
 PYTHON ?= python3
 PYTEST_ARGS ?=
+TEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
@@ -21,7 +22,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 
 help: ## show the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
-	@echo "Variables: PYTHON (interpreter for $(VENV), now $(PYTHON)), PYTEST_ARGS (passed to pytest)"
+	@echo "Variables: PYTHON (interpreter for $(VENV), now $(PYTHON)), PYTEST_ARGS (passed to pytest), TEST_WORKERS (test files at once, now $(TEST_WORKERS))"
 
 quickstart: $(STAMP) ## run a small search on this machine and write its report
 	$(BIN)/mitigate search configs/quickstart.toml
@@ -29,7 +30,7 @@ quickstart: $(STAMP) ## run a small search on this machine and write its report
 test: export HF_HUB_OFFLINE := 1
 test: export OMP_NUM_THREADS := 1
 test: $(STAMP) ## run the tests (no network, no GPU); PYTEST_ARGS="-m slow" runs the slow ones
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from mitigate.config import BaseConfig, ConfigError, TaskConfig, VariantConfig, WorkFailed, content_hash, to_dict
 from mitigate.files import write_atomic
@@ -63,16 +63,16 @@ def load_pretrained(name: str, *, revision: str | None = None, dtype: str = "flo
         ConfigError: it cannot be loaded from there, or weights are missing; the message is the loader's, on one line.
     """
     path = Path(name)
-    source, options = name, {"revision": revision, "trust_remote_code": False}
+    source, options, packed = name, dict[str, Any](revision=revision, trust_remote_code=False), dict[str, Any]()
     if path.suffix == ".gguf" and path.is_file():
-        source, options = str(path.parent), options | {"gguf_file": path.name}
+        source, options, packed = str(path.parent), options | {"gguf_file": path.name}, {"quantization_config": GgufConfig(dequantize=True)}
     elif not path.is_dir() and (path.is_file() or path.is_absolute() or name.startswith(".") or name.count("/") > 1 or path.suffix == ".gguf"):
         raise ConfigError(f"--model {name}: there is no such folder or GGUF file")
     if path.exists() and revision is not None:
         raise ConfigError(f"--model {name}: a revision is of a repository on the hub, and this is a path; got {revision!r}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), output_loading_info=True, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), output_loading_info=True, **options, **packed)
     except Exception as error:  # loaders of configs, tokenizers and weights raise whatever their libraries do
         raise ConfigError(f"--model {name}: {_one_line(error)}") from error
     model, found = loaded

@@ -1,17 +1,22 @@
 """The KV cache of a compressed model: summaries, exact tokens, bypassed tokens, the rows of open windows, and nothing else.
 
+Nothing that a layer holds is changed in place, so a fork costs nothing and is how a cache is rolled back: keep `fork(cache)`, and go on from it.
+
 Shapes: B batch, T new tokens, C hidden width, G kv heads, D head dim.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from mitigate.config import ConfigError
 from mitigate.geometry import Grid
 
 
@@ -22,19 +27,85 @@ class Summariser(Protocol):
     local: int
     phases: tuple[int, ...]
 
+    @property
+    def device(self) -> torch.device:
+        """Where this layer's weights are, and its state belongs."""
+
     def summarise_rows(self, hidden_BTC: torch.Tensor, *, row0: int, window0: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Finished summaries [B, G, count, D]; the value is None where the key serves as the value."""
 
 
-class SummaryCacheLayer(CacheLayerMixin):
-    """Cache of one layer. `update` needs the hidden rows of the same tokens, handed over by `expect` just before."""
+class VariantCacheLayer(CacheLayerMixin):
+    """Cache of one layer under a variant. Abstract: rows of one length are a `SummaryCacheLayer`, left-padded ones a `PaddedCacheLayer`."""
 
     is_sliding = False
+    device: torch.device
 
     def __init__(self, owner: Summariser) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.owner = owner
-        self.length = 0  # logical tokens seen
+        self.length = 0  # tokens seen, left pads included
+
+    @abstractmethod
+    def expect(self, hidden_BTC: torch.Tensor, pads: Sequence[int] | None = None) -> None:
+        """Hand over the hidden states of the tokens whose keys and values the next `update` brings, and the left pads of each row where there are any."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor held between calls."""
+
+    @abstractmethod
+    def fork(self) -> VariantCacheLayer:
+        """A layer that goes on from the same state and leaves this one alone; tensors are shared until they are replaced."""
+
+    @abstractmethod
+    def save(self) -> dict[str, torch.Tensor]:
+        """Copies of all state, numbers included, by name: what `restore` takes. At any length, windows may be open."""
+
+    @abstractmethod
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace every tensor held."""
+
+    @abstractmethod
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows, in this order."""
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def reset(self) -> None:
+        self.__init__(self.owner)  # type: ignore[misc]
+
+    def offload(self) -> None:
+        self._map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._map(lambda x: x.to(self.device, non_blocking=True))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove != 0:
+            raise NotImplementedError(
+                f"{type(self).__name__}.crop: summaries cannot be taken back; keep mitigate.cache.fork(cache) beforehand and go on from that"
+            )
+
+
+class SummaryCacheLayer(VariantCacheLayer):
+    """Rows that all began together. `update` needs the hidden rows of the same tokens, handed over by `expect` just before."""
+
+    HELD = ("summary_keys", "summary_values", "bypass_keys", "bypass_values", "keys", "values", "open_rows")
+
+    def __init__(self, owner: Summariser) -> None:
+        super().__init__(owner)
         self.summary_keys: torch.Tensor | None = None
         self.summary_values: torch.Tensor | None = None
         self.bypass_keys: torch.Tensor | None = None
@@ -49,8 +120,7 @@ class SummaryCacheLayer(CacheLayerMixin):
         """Position of the first exact token held."""
         return self.owner.grid.stored_exact_lo(self.length, self.owner.local) if self.length else 0
 
-    def expect(self, hidden_BTC: torch.Tensor) -> None:
-        """Hand over the hidden states of the tokens whose keys and values the next `update` brings."""
+    def expect(self, hidden_BTC: torch.Tensor, pads: Sequence[int] | None = None) -> None:
         self._hidden_BTC = hidden_BTC
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -121,57 +191,201 @@ class SummaryCacheLayer(CacheLayerMixin):
         return [t for t in range(start, stop) if self.owner.grid.phase(t) in self.owner.phases]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor held between calls."""
-        for tensor in (self.summary_keys, self.summary_values, self.bypass_keys, self.bypass_values, self.keys, self.values, self.open_rows):
+        for name in self.HELD:
+            tensor = getattr(self, name)
             if tensor is not None:
                 yield tensor
 
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def reset(self) -> None:
-        self.__init__(self.owner)  # type: ignore[misc]
-
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for name in ("summary_keys", "summary_values", "bypass_keys", "bypass_values", "keys", "values", "open_rows"):
+        for name in self.HELD:
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, change(tensor))
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
+    def fork(self) -> SummaryCacheLayer:
+        return copy.copy(self)
+
+    def save(self) -> dict[str, torch.Tensor]:
+        held = {name: getattr(self, name).detach().clone(memory_format=torch.contiguous_format) for name in self.HELD if getattr(self, name) is not None}
+        return {"form": torch.tensor(_form(self.owner)), "length": torch.tensor(self.length), **held}
+
+    @classmethod
+    def restored(cls, owner: Summariser, saved: Mapping[str, torch.Tensor], name: str) -> SummaryCacheLayer:
+        """The layer that `save` was called on. ConfigError, in which it is called `name`, if it does not belong to this variant or is not whole."""
+        unknown = set(saved) - {"form", "length", *cls.HELD}
+        if unknown or not {"form", "length"} <= set(saved):
+            raise ConfigError(f"restore: {name} must hold form, length and some of {', '.join(cls.HELD)}, got {', '.join(sorted(saved)) or 'nothing'}")
+        if saved["form"].tolist() != _form(owner):
+            raise ConfigError(f"restore: {name} must have [W, S, o, L, bypassed phases] {_form(owner)} like the attached variant, got {saved['form'].tolist()}")
+        layer = cls(owner)
+        layer.length = int(saved["length"])
+        for held in cls.HELD:
+            if held in saved:
+                setattr(layer, held, saved[held].to(owner.device, copy=True))
+        if layer.length:
+            layer._check_whole(name)
+        return layer
+
+    def _check_whole(self, name: str) -> None:
+        grid, first = self.owner.grid, self.exact_from
+        windows, bypassed = grid.num_windows(self.length), len(self.bypassed(0, first))
+        wanted = {"summary_keys": windows, "bypass_keys": bypassed, "bypass_values": bypassed, "keys": self.length - first, "values": self.length - first}
+        if self.summary_values is not None:
+            wanted["summary_values"] = windows
+        for held, count in wanted.items():
+            tensor = getattr(self, held)
+            got = 0 if tensor is None else tensor.shape[2]
+            if tensor is None or got != count:
+                raise ConfigError(f"restore: {name}.{held} must hold {count} entries after {self.length} tokens, got {got}")
+        rows = self.length - grid.open_lo(self.length)
+        if self.open_rows is None or self.open_rows.shape[1] != rows:
+            raise ConfigError(f"restore: {name}.open_rows must hold {rows} rows, got {0 if self.open_rows is None else self.open_rows.shape[1]}")
+        assert self.keys is not None
+        self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Rows of a batch that have the same number of left pads, and the state of their live tokens."""
+
+    pad: int
+    rows: tuple[int, ...]
+    layer: SummaryCacheLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entries:
+    """What a part's queries of one call read: rows [R] of the batch, the call's columns from `skip` on, keys and values [R, G, M, D], tokens seen."""
+
+    rows: torch.Tensor
+    skip: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    length: int
+
+
+class PaddedCacheLayer(VariantCacheLayer):
+    """Rows with left pads: those that have equally many share one `SummaryCacheLayer` over their live tokens, so no pad is ever pooled or held.
+
+    `length` counts columns, pads included, since transformers cuts its inputs by it. Rows whose columns were all pads so far wait. Work per call is one
+    pass for each different number of pads.
+    """
+
+    def __init__(self, owner: Summariser) -> None:
+        super().__init__(owner)
+        self.pads: tuple[int, ...] = ()  # by row; at least `length` for a row that waits
+        self.parts: tuple[Part, ...] = ()
+        self._hidden_BTC: torch.Tensor | None = None
+        self._entries: list[Entries] = []
+
+    def expect(self, hidden_BTC: torch.Tensor, pads: Sequence[int] | None = None) -> None:
+        self._hidden_BTC = hidden_BTC
+        self.pads = self.pads or (0,) * len(hidden_BTC) if pads is None else tuple(pads)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in T columns. What the queries read is left for `take_entries`; keys and values come back as they are."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        hidden_BTC, self._hidden_BTC = self._hidden_BTC, None
+        if hidden_BTC is None:
+            raise RuntimeError("PaddedCacheLayer.update: the variant is not attached to the model that uses this cache")
+        before, self.length = self.length, self.length + key_states.shape[2]
+        for pad in sorted({pad for pad in self.pads if before <= pad < self.length}):
+            rows = tuple(row for row, own in enumerate(self.pads) if own == pad)
+            self.parts += (Part(pad=pad, rows=rows, layer=SummaryCacheLayer(self.owner)),)
+        self._entries = []
+        for part in self.parts:
+            rows_R, skip = torch.tensor(part.rows, device=key_states.device), max(part.pad - before, 0)
+            part.layer.expect(hidden_BTC[rows_R][:, skip:])
+            keys, values = part.layer.update(key_states[rows_R][:, :, skip:], value_states[rows_R][:, :, skip:])
+            self._entries.append(Entries(rows=rows_R, skip=skip, keys=keys, values=values, length=part.layer.length))
+        return key_states, value_states
+
+    def take_entries(self) -> list[Entries]:
+        """What the queries of the last `update` read, once."""
+        entries, self._entries = self._entries, []
+        return entries
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for part in self.parts:
+            yield from part.layer.tensors()
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for part in self.parts:
+            part.layer._map(change)
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._map(lambda x: x[indices])
+        self._take(torch.arange(len(self.pads))[indices.cpu()].tolist())
 
-    def offload(self) -> None:
-        self._map(lambda x: x.to("cpu", non_blocking=True))
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._take([row for row in range(len(self.pads)) for _ in range(repeats)])
 
-    def prefetch(self) -> None:
-        if self.is_initialized:
-            self._map(lambda x: x.to(self.device, non_blocking=True))
+    def _take(self, sources: Sequence[int]) -> None:
+        """Row b becomes what row ``sources[b]`` was."""
+        parts = []
+        for part in self.parts:
+            found = [(row, part.rows.index(source)) for row, source in enumerate(sources) if source in part.rows]
+            if found:
+                part.layer.batch_select_indices(torch.tensor([place for _, place in found]))
+                parts.append(replace(part, rows=tuple(row for row, _ in found)))
+        self.pads, self.parts = tuple(self.pads[source] for source in sources), tuple(parts)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove != 0:
-            raise NotImplementedError("SummaryCacheLayer.crop: summaries cannot be taken back; start from a copy of the cache")
+    def fork(self) -> PaddedCacheLayer:
+        twin = copy.copy(self)
+        twin.parts = tuple(replace(part, layer=part.layer.fork()) for part in self.parts)
+        return twin
+
+    def save(self) -> dict[str, torch.Tensor]:
+        saved = {"pads": torch.tensor(self.pads), "columns": torch.tensor(self.length)}
+        return saved | {f"pad{part.pad}.{name}": tensor for part in self.parts for name, tensor in part.layer.save().items()}
+
+    @classmethod
+    def restored(cls, owner: Summariser, saved: Mapping[str, torch.Tensor], name: str) -> PaddedCacheLayer:
+        """The layer that `save` was called on. ConfigError as for a `SummaryCacheLayer`."""
+        if "columns" not in saved:
+            raise ConfigError(f"restore: {name} must hold pads and columns, got {', '.join(sorted(saved))}")
+        layer = cls(owner)
+        layer.pads, layer.length = tuple(saved["pads"].tolist()), int(saved["columns"])
+        for pad in sorted({pad for pad in layer.pads if pad < layer.length}):
+            rows = tuple(row for row, own in enumerate(layer.pads) if own == pad)
+            inner = SummaryCacheLayer.restored(owner, _under(saved, f"pad{pad}."), f"{name}.pad{pad}")
+            if inner.length != layer.length - pad:
+                raise ConfigError(f"restore: {name}.pad{pad} must have seen {layer.length - pad} tokens, got {inner.length}")
+            layer.parts += (Part(pad=pad, rows=rows, layer=inner),)
+            layer.dtype, layer.device, layer.is_initialized = inner.dtype, inner.device, True
+        return layer
+
+
+def _form(owner: Summariser) -> list[int]:
+    """What a saved state must have in common with the layer it is restored to."""
+    grid = owner.grid
+    return [grid.window, grid.stride, grid.origin, owner.local, *owner.phases]
+
+
+def _under(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def tensors_of(cache: Cache) -> Iterator[torch.Tensor]:
+    """Every tensor that a cache holds, every layer and buffer of it."""
+    for layer in cache.layers:
+        held: Iterable[Any] = layer.tensors() if isinstance(layer, VariantCacheLayer) else (getattr(layer, "keys", None), getattr(layer, "values", None))
+        yield from (tensor for tensor in held if tensor is not None)
 
 
 def held_bytes(cache: Cache) -> int:
-    """Bytes of all tensors that a cache holds, every layer and buffer counted, for the whole batch."""
-    total = 0
-    for layer in cache.layers:
-        held = layer.tensors() if isinstance(layer, SummaryCacheLayer) else (getattr(layer, "keys", None), getattr(layer, "values", None))
-        total += sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
-    return total
+    """Bytes of all tensors that a cache holds, for the whole batch."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(cache))
 
 
 def empty() -> DynamicCache:
@@ -180,7 +394,44 @@ def empty() -> DynamicCache:
 
 
 def fork(cache: DynamicCache) -> DynamicCache:
-    """A cache that goes on from the same state without touching the original (tensors are shared until they are replaced)."""
+    """A cache that goes on from the same state without touching the original (tensors are shared until they are replaced).
+
+    Kept from before some tokens, it is the cache rolled back to there.
+    """
     twin = copy.copy(cache)
-    twin.layers = [copy.copy(layer) for layer in cache.layers]
+    twin.layers = [layer.fork() if isinstance(layer, VariantCacheLayer) else copy.copy(layer) for layer in cache.layers]
     return twin
+
+
+def save(cache: DynamicCache) -> dict[str, torch.Tensor]:
+    """All state of a cache filled under a variant as copies of its tensors, ready for safetensors. Nothing of the model or the tokens is in it.
+
+    Raises:
+        ConfigError: a layer was filled by an unmodified model.
+    """
+    saved: dict[str, torch.Tensor] = {}
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, VariantCacheLayer):
+            raise ConfigError(f"save: cache layer {index} is a {type(layer).__name__} of an unmodified model; only caches of an attached variant can be saved")
+        saved |= {f"{index}.{name}": tensor for name, tensor in layer.save().items()}
+    return saved
+
+
+def restore(owners: Sequence[Summariser], saved: Mapping[str, torch.Tensor]) -> DynamicCache:
+    """The cache that `save` was called on, each layer's state on that layer's device.
+
+    Args:
+        owners: `Attachment.layers` of the same model under the same variant; the windows are compared, the weights cannot be.
+
+    Raises:
+        ConfigError: the state is of other windows, of another number of layers, or not whole.
+    """
+    indices = {name.split(".", 1)[0] for name in saved}
+    if indices != {str(index) for index in range(len(owners))}:
+        raise ConfigError(f"restore: the state must be of {len(owners)} layers, got {len(indices)}")
+    cache = empty()
+    for index, owner in enumerate(owners):
+        state = _under(saved, f"{index}.")
+        kind = PaddedCacheLayer if "pads" in state else SummaryCacheLayer
+        cache.layers.append(kind.restored(owner, state, f"layer {index}"))
+    return cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import os
 import re
@@ -18,7 +19,13 @@ if TYPE_CHECKING:
     from mitigate.rows import Row
 
 Command = Callable[[argparse.Namespace], int]
-_TRIAL_FILES = {"model.safetensors", "compressor.safetensors", "phase_curve.png", "phase_curve.svg"}  # what a trial that was cut short may leave
+_TRIAL_FILES = {
+    "model.safetensors",
+    "compressor.safetensors",
+    "outcomes.safetensors",
+    "phase_curve.png",
+    "phase_curve.svg",
+}  # what a trial that was cut short may leave
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--seed", type=int, help="of the prompts (default 1)")
     score.add_argument("--batch", type=int, help="placements per forward pass (default 48)")
     score.add_argument("--out", type=Path, metavar="DIR", help="folder of the result; default: results/scores/<label>-<hash>")
-    score.add_argument("--threads", type=int, help="torch threads (default: one per core)")
+    score.add_argument("--threads", type=int, help="torch threads (default: torch's own)")
     _results(score)
     _cache(score)
 
@@ -100,21 +107,50 @@ def _parser() -> argparse.ArgumentParser:
     moving.add_argument("--seed", type=int, default=2, help="of the prompts (default 2)")
     moving.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
 
-    front = _add(commands, "front", _front, "print the Pareto front of a study")
+    front = _add(commands, "front", _front, "print the Pareto front of a study, or of its trials that meet requirements")
     _named_study(front)
+    front.add_argument("--require", action="append", default=[], metavar="TEXT", help='such as "kv_kept <= 0.15"; give it again for another, all must hold')
+    front.add_argument("--sort", metavar="COLUMN", help="best first by a column of results/README.md, such as a_min (default: fewest KV bytes)")
+    form = front.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as JSON, rows whole, in the form of front.json")
+    form.add_argument("--csv", action="store_true", help="as CSV, in the form of front.csv")
+
+    show = _add(commands, "show", _show_trial, "one trial of a study: config, standing, phase curve, gates, how to export it")
+    _named_study(show)
+    show.add_argument("trial", type=int, metavar="TRIAL", help="trial number")
+    show.add_argument("--json", action="store_true", help="the whole Row as JSON")
+
+    compare = _add(commands, "compare", _compare, "two trials of a study on the same prompts: paired differences with intervals")
+    _named_study(compare)
+    compare.add_argument("a", type=int, metavar="A", help="trial number")
+    compare.add_argument("b", type=int, metavar="B", help="trial number; differences are A minus B")
+    compare.add_argument("--json", action="store_true", help="as JSON")
 
     report = _add(commands, "report", _report, "write tables, figures and report.html of a study again")
     _named_study(report)
+    report.add_argument(
+        "--baseline", type=Path, action="append", metavar="STUDY", help="a random search to draw beside this one (default: those beside it of the same config)"
+    )
 
-    export = _add(commands, "export", _export, "write a trial's compressor as a bundle: config as JSON, weights as safetensors")
+    export = _add(commands, "export", _export, "write a trial's compressor as a bundle with golden vectors, or for another codebase")
     _named_study(export)
-    export.add_argument("--trial", type=int, required=True, metavar="N", help="trial number")
+    which = export.add_mutually_exclusive_group(required=True)
+    which.add_argument("--trial", type=int, metavar="N", help="trial number")
+    which.add_argument("--knee", type=int, nargs="?", const=1, metavar="K", help="the K-th candidate from the front, as the report lists them (default 1)")
+    which.add_argument("--best", metavar="COLUMN", help="the trial with the best value in a column of the tables, such as a_min")
+    export.add_argument("--require", action="append", default=[], metavar="TEST", help='with --best: only trials that meet it, such as "kv_kept <= 0.15"')
+    export.add_argument("--target", choices=("transformers", "deepseek-v4", "vllm"), help="write for another codebase, instead of a bundle")
     export.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
 
-    verify = _add(commands, "verify", _verify, "check a bundle: every file against its manifest, its logits against the golden ones")
+    verify = _add(
+        commands, "verify", _verify, "check a bundle: its files, its golden vectors with our code and with its reference.py, or another codebase's outputs"
+    )
     verify.add_argument("bundle", type=Path, metavar="DIR")
+    verify.add_argument("--against", type=Path, metavar="OUTPUTS", help="folder with another codebase's L0.safetensors, L1.safetensors, …")
+    verify.add_argument("--trust-code", action="store_true", help="run the bundle's reference.py although it is not the text that this version writes")
 
     _add(commands, "variants", _variants, "list strategies and presets")
+    _add(commands, "doctor", _doctor, "devices, versions and backends, and a check of each kernel against the reference")
     _add(commands, "paper", _paper, "the paper's published figures beside ours recomputed, with the period found in each run")
     return parser
 
@@ -162,7 +198,7 @@ def _search(arguments: argparse.Namespace) -> int:
     )
     rows = results.read_rows(outcome.folder)
     results.write_tables(outcome.folder, rows)
-    page.write_report(outcome.folder, rows, config.to_dict(wanted))
+    page.write_report(outcome.folder, rows, config.to_dict(wanted), _baselines(outcome.folder, config.to_dict(wanted), None))
     print(tables.front_table(rows))
     print(outcome.message)
     print(f"report: {outcome.folder / 'report.html'}")
@@ -224,8 +260,6 @@ def _score(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from mitigate import registry
-
     variant = config.load_variant(arguments.variant) if arguments.variant else config.VariantConfig(compress=False)
     if arguments.bundle is not None or arguments.model in config.preset_names("bases"):
         return _score_tiny(arguments, variant, sweep, words)
@@ -234,24 +268,32 @@ def _score(arguments: argparse.Namespace) -> int:
         _given(model=arguments.model, revision=arguments.revision, dtype=arguments.dtype)
         | {"variant": config.to_dict(variant), "words": words, "score": {"prompts": 24, **sweep}},
     )
-    registry.get("gate", variant.gate)
+    if arguments.records is not None and arguments.context is not None:
+        raise ConfigError("score: --records and --context exclude each other (a context is filled with as many records as fit)")
 
-    from mitigate import evaluate
+    from mitigate import bases, evaluate
 
-    label, identity = evaluate.default_label(wanted), config.content_hash(wanted)
+    label, identity = evaluate.default_label(wanted), config.content_hash(evaluate.recorded(wanted))
 
     def run() -> Row:
         if arguments.threads:
             torch.set_num_threads(arguments.threads)
         return evaluate.evaluate(wanted, label=label, log=print)
 
-    return _show(arguments.out or arguments.results / "scores" / f"{_slug(label)}-{identity[:8]}", identity, run)
+    def weights() -> str:
+        return bases.load_pretrained(wanted.model, revision=wanted.revision, dtype=wanted.dtype).sha256
+
+    return _show(arguments.out or arguments.results / "scores" / f"{_slug(label)}-{identity[:8]}", identity, run, weights)
 
 
 def _score_tiny(arguments: argparse.Namespace, variant: config.VariantConfig, sweep: dict[str, Any], words: dict[str, Any]) -> int:
     """A tiny base, or a bundle of one: its own task, not the words task."""
     if words:
         raise ConfigError(f"score: --{next(iter(words))} is for models with a tokenizer; the tiny bases have a task of their own")
+
+    for name in ("dtype", "revision"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"score: --{name} is for pretrained models; the tiny bases have none")
 
     import torch
 
@@ -266,7 +308,8 @@ def _score_tiny(arguments: argparse.Namespace, variant: config.VariantConfig, sw
         base = config.load_base(arguments.model)
         train, score = config.TrainConfig(updates=0), config.replace(config.ScoreConfig(), **sweep)
         task = config.replace(base.task, filler=72, filler_in_sequence=96) if score.period > 8 else base.task
-        wanted = config.TrialConfig(variant=variant, base=base, task=task, train=train, score=score)
+        parts: dict[str, config.Config] = {"variant": variant, "base": base, "task": task, "train": train, "score": score}
+        wanted = config.from_dict(config.TrialConfig, {name: config.to_dict(part) for name, part in parts.items()})
         label = f"{arguments.model} {arguments.variant or 'own attention'} untrained"
     identity = config.content_hash(wanted)
 
@@ -275,22 +318,31 @@ def _score_tiny(arguments: argparse.Namespace, variant: config.VariantConfig, sw
             torch.set_num_threads(arguments.threads)
         if arguments.bundle is None:
             return run_trial(wanted, label=label, cache=arguments.cache, log=print)
-        return score_trained(bundle.load(arguments.bundle), wanted, label=label, cache=arguments.cache, log=print)
+        row = score_trained(bundle.load(arguments.bundle), wanted, label=label, cache=arguments.cache, log=print)
+        return row.model_copy(update={"base_sha256": weights()})
 
-    return _show(arguments.out or arguments.results / "scores" / f"{_slug(label)}-{identity[:8]}", identity, run)
+    def weights() -> str:
+        return hashlib.sha256((arguments.bundle / bundle.MANIFEST).read_bytes()).hexdigest()
+
+    out = arguments.out or arguments.results / "scores" / f"{_slug(label)}-{identity[:8]}"
+    return _show(out, identity, run, None if arguments.bundle is None else weights)
 
 
 def _transition(arguments: argparse.Namespace) -> int:
     from mitigate import results
+    from mitigate.tasks import transition as transition_task
 
     folder: Path = arguments.trial
     stored = next((folder / name for name in ("row.json", "result.json") if (folder / name).is_file()), None)
-    if stored is None or not (folder / "model.safetensors").is_file():
+    if stored is None or not (folder / "model.safetensors").is_file() or (folder / "MANIFEST.json").exists():
         raise ConfigError(f"{folder} holds no trained trial (row.json or result.json, and model.safetensors)")
     trained = config.from_dict(config.TrialConfig, results.read_row(stored).config)
     variant = trained.variant
-    furthest = arguments.distance or 16 + (variant.local_window + variant.window + variant.stride if variant.compress else 0)
-    for name, value, least in (("distance", furthest, 3), ("prompts", arguments.prompts, 1), ("seed", arguments.seed, 0), ("threads", arguments.threads, 1)):
+    reach = variant.local_window + variant.window + variant.stride if variant.compress else 0
+    least_distance = transition_task.least_distance(trained.task)
+    furthest = least_distance + 14 + reach if arguments.distance is None else arguments.distance
+    bounds = {"distance": (furthest, least_distance), "prompts": (arguments.prompts, 1), "seed": (arguments.seed, 0), "threads": (arguments.threads, 1)}
+    for name, (value, least) in bounds.items():
         if value < least:
             raise ConfigError(f"--{name} must be at least {least}, got {value}")
 
@@ -299,11 +351,10 @@ def _transition(arguments: argparse.Namespace) -> int:
     from mitigate import score
     from mitigate.files import write_atomic
     from mitigate.report import style, tables, transition
-    from mitigate.tasks.transition import least_distance
     from mitigate.trial import restore
 
     torch.set_num_threads(arguments.threads)
-    distances = range(least_distance(trained.task), furthest + 1)
+    distances = range(least_distance, furthest + 1)
     period = variant.stride if variant.compress else 8
     found = score.run_transition(restore(trained, folder), trained.task, period=period, distances=distances, prompts=arguments.prompts, seed=arguments.seed)
     write_atomic(folder / "transition.json", found.model_dump_json(indent=1).encode())
@@ -324,17 +375,23 @@ def _slug(label: str) -> str:
     return re.sub("[^A-Za-z0-9.-]+", "_", label)
 
 
-def _show(out: Path, identity: str, run: Callable[[], Row]) -> int:
-    """The result in `out` if it is there, else that of `run`, written there with its phase curve; printed either way."""
+def _show(out: Path, identity: str, run: Callable[[], Row], weights: Callable[[], str] | None = None) -> int:
+    """The result in `out` if it is there, else that of `run`, written there with its phase curve; printed either way.
+
+    Args:
+        identity: content hash of the config that a result there must have; weights: gives the hash that its base must have, None where the config says it all.
+    """
+    from mitigate import results
     from mitigate.files import write_atomic
     from mitigate.report import figures, style, tables
-    from mitigate.rows import Row
 
     stored = out / "row.json"
     if stored.is_file():
-        row = Row.from_json(stored.read_text(encoding="utf-8"))
+        row = results.read_row(stored)
         if row.config_sha256 != identity:
             raise ConfigError(f"{out} holds the result of another config ({row.label}, {row.config_sha256[:8]}); choose another --out")
+        if weights is not None and row.base_sha256 != weights():
+            raise ConfigError(f"{out} holds the result of other weights of the same name ({(row.base_sha256 or '')[:8]}); choose another --out")
         print(f"{out} holds this result already")
     elif out.exists() and not {path.name for path in out.iterdir()} <= _TRIAL_FILES:
         raise ConfigError(f"{out} is not empty and holds no result; choose another --out")
@@ -345,16 +402,66 @@ def _show(out: Path, identity: str, run: Callable[[], Row]) -> int:
         write_atomic(stored, row.to_json().encode())
     print(tables.phase_curve_text(row))
     print(tables.front_table([row]))
-    print(f"result: {stored}, figure: {out / 'phase_curve.png'}")
+    print(f"result: {stored}" + (f", figure: {out / 'phase_curve.png'}" if (out / "phase_curve.png").is_file() else ""))
     return 0
 
 
 def _front(arguments: argparse.Namespace) -> int:
-    from mitigate import results
-    from mitigate.report import tables
+    from mitigate import pareto, requirements, results
+    from mitigate.report import data, tables
 
     study = _study(arguments)
-    print(tables.front_table(results.read_rows(study)))
+    every = results.read_rows(study)
+    wanted = [requirements.parse(text) for text in arguments.require]
+    rows = requirements.meeting(every, wanted) if wanted and any(row.status == "ok" for row in every) else every
+    key: Callable[[Row], Any] = data.by_cost
+    if arguments.sort is not None and any(row.status == "ok" for row in every):
+        column = requirements.column_of(arguments.sort, every, option="--sort")
+        sign = 1 if column == "trial" or requirements.less_is_better(column) else -1
+
+        def best_first(row: Row) -> tuple[bool, float]:
+            value = requirements.value_of(row, column)
+            return value is None, sign * (value or 0.0)
+
+        key = best_first
+    best = sorted(pareto.front(rows), key=key)
+    if arguments.json:
+        sys.stdout.write(results.front_json(rows, best, [str(one) for one in wanted]).decode())
+    elif arguments.csv:
+        sys.stdout.write(results.csv_of(best).decode())
+    elif not rows and any(row.status == "ok" for row in every):
+        print(f"No finished trial meets {' and '.join(map(str, wanted))}.")
+    else:
+        print(tables.front_table(rows, key))
+        if wanted:
+            print(f"Front of the {len(rows)} of {sum(row.status == 'ok' for row in every)} finished trials with {' and '.join(map(str, wanted))}.")
+    return 0
+
+
+def _show_trial(arguments: argparse.Namespace) -> int:
+    from mitigate import pareto, results
+    from mitigate.report import gates, page, tables
+
+    study = _study(arguments)
+    row = results.trial_row(study, arguments.trial)
+    if arguments.json:
+        print(row.to_json())
+        return 0
+    rows = [row if other.trial == row.trial else other for other in results.read_rows(study)]
+    command = page.export_command(study, arguments.trial) if row.status == "ok" and not pareto.is_full(row) else None
+    print(tables.trial_text(row, rows, gates.of_trial(study, row), command))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    import json
+
+    from mitigate import results
+    from mitigate.report import comparison
+
+    study = _study(arguments)
+    found = comparison.compare(study, *(results.trial_row(study, number) for number in (arguments.a, arguments.b)))
+    print(json.dumps(comparison.plain(found), indent=1, allow_nan=False) if arguments.json else comparison.text(found))
     return 0
 
 
@@ -364,27 +471,70 @@ def _report(arguments: argparse.Namespace) -> int:
 
     study = _study(arguments)
     rows = results.read_rows(study)
-    written = results.write_tables(study, rows) + page.write_report(study, rows, results.read_config(study))
+    given = None if arguments.baseline is None else [path if results.is_study(path) else arguments.results / path for path in arguments.baseline]
+    settings = results.read_config(study)
+    written = results.write_tables(study, rows) + page.write_report(study, rows, settings, _baselines(study, settings, given))
     print("\n".join(str(path) for path in written))
     return 0
 
 
-def _export(arguments: argparse.Namespace) -> int:
-    from mitigate.export import bundle
+def _baselines(study: Path, settings: dict[str, Any], given: list[Path] | None) -> list[Any]:
+    """The random searches to draw beside a study: those given, else those beside it of the same config, as far as they can be read."""
+    from mitigate import results
+    from mitigate.report.progress import progress
 
-    print(f"bundle: {bundle.write(_study(arguments), arguments.trial, arguments.to)}")
+    found = []
+    for path in results.random_siblings(study, settings) if given is None else given:
+        try:
+            found.append(progress(results.read_rows(path), results.read_config(path), path.absolute().name))
+        except ConfigError:
+            if given is not None:
+                raise
+    return found
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from mitigate.export import bundle, targets
+
+    if arguments.require and arguments.best is None:
+        raise ConfigError("export: --require goes with --best")
+    study = _study(arguments)
+    trial = arguments.trial if arguments.trial is not None else _chosen(study, arguments)
+    if arguments.target is None:
+        print(f"bundle: {bundle.write(study, trial, arguments.to)}")
+        return 0
+    print("\n".join(targets.write(arguments.target, study, trial, arguments.to)))
     return 0
 
 
-def _verify(arguments: argparse.Namespace) -> int:
-    from mitigate.export import bundle
+def _chosen(study: Path, arguments: argparse.Namespace) -> int:
+    """The trial that --knee or --best means; says which, and why."""
+    from mitigate import pareto, requirements, results
 
-    difference = bundle.largest_difference(arguments.bundle, bundle.load(arguments.bundle))
-    if difference > bundle.TOLERANCE:
-        print(f"mitigate: {arguments.bundle}: the golden logits are missed by up to {difference:.2g} (tolerance {bundle.TOLERANCE})", file=sys.stderr)
-        return 1
-    found = "bit for bit" if difference == 0 else f"to {difference:.2g}, which is rounding on another processor"
-    print(f"{arguments.bundle}: every file as in the manifest, golden logits reproduced {found}")
+    rows = results.read_rows(study)
+    if arguments.knee is not None:
+        found = pareto.knees(rows)
+        if not 1 <= arguments.knee <= len(found):
+            raise ConfigError(f"--knee must be between 1 and {len(found)}, got {arguments.knee}" if found else f"{study} has no compressed trial on its front")
+        row, reason = found[arguments.knee - 1].row, found[arguments.knee - 1].reason
+    else:
+        compressed = [row for row in rows if not pareto.is_full(row)]
+        row = requirements.best(compressed, arguments.best, [requirements.parse(text) for text in arguments.require])
+        column = requirements.column_of(arguments.best, compressed)
+        reason = f"{column} is {requirements.value_of(row, column):.4g}"
+    if row.trial is None:
+        raise ConfigError(f"{row.label} has no trial number")
+    print(f"trial {row.trial}, {row.label}: {reason}")
+    return row.trial
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from mitigate.export import verify
+
+    if arguments.against is not None:
+        verify.verify_port(arguments.bundle, arguments.against, log=print)
+    else:
+        verify.verify(arguments.bundle, trust_code=arguments.trust_code, log=print)
     return 0
 
 
@@ -404,6 +554,12 @@ def _variants(arguments: argparse.Namespace) -> int:
     for preset in presets:
         print(f"    {preset.name:{width}}{preset.summary} [{preset.source}]")
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from mitigate import doctor
+
+    return doctor.run()
 
 
 def _paper(arguments: argparse.Namespace) -> int:

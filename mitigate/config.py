@@ -139,8 +139,8 @@ class WordsConfig:
         between, after: text after a record's key and after its name; both empty is the paper's form, which small pretrained models hardly read.
         padding: text whose tokens are repeated as filler. separator: text between the records and the demonstrations, unless `chat`.
         filler, filler_in_sequence: as in `TaskConfig`.
-        bos: put the tokenizer's BOS in front even where the tokenizer itself would not. Without one the first tokens of a prompt have to serve as an
-            attention sink, and SmolLM2-135M-Instruct finds 0.16 of the names instead of 0.54.
+        bos: put the tokenizer's BOS in front even where the tokenizer itself would not (under `chat` the template decides). Without one the first tokens of
+            a prompt have to serve as an attention sink, and SmolLM2-135M-Instruct finds 0.16 of the names instead of 0.54.
         chat: records in the user's turn of the tokenizer's chat template, demonstrations and queries in the assistant's.
     """
 

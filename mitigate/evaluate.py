@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mitigate import bases, cost, registry, score
-from mitigate.config import ConfigError, EvaluationConfig, content_hash, to_dict
+from mitigate.config import ConfigError, EvaluationConfig, content_hash, replace, to_dict
 from mitigate.rows import Row, installed_versions, worst_of
 from mitigate.surgery import BACKEND, attach
 from mitigate.tasks import words

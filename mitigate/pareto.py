@@ -83,6 +83,15 @@ def front(rows: Sequence[Row]) -> list[Row]:
     return [row for (row, _), keep in zip(finished, mask, strict=True) if keep]
 
 
+def dominates(row: Row, other: Row) -> bool:
+    """Whether a finished row is at least as good as another in all four objectives and better in one."""
+    point, held = objectives(row), objectives(other)
+    if point is None or held is None:
+        return False
+    gain = (point - held) * np.where(MAXIMISE, 1.0, -1.0)
+    return bool((gain >= 0).all() and (gain > 0).any())
+
+
 def hypervolume(rows: Sequence[Row]) -> float:
     """Volume dominated by the rows, measured from `REFERENCE`; the KV axis is the fraction of full attention's bytes, so studies compare."""
     points = [point for row in rows if (point := _normalised(row)) is not None]
@@ -173,26 +182,53 @@ class Knee:
 
 
 def knees(rows: Sequence[Row]) -> list[Knee]:
-    """Up to three different compressed candidates from the front; a row chosen by two rules appears once, with both reasons."""
-    best = front(rows)
+    """Up to three different compressed candidates from the front; a row chosen by two rules appears once, with both reasons.
+
+    The first three rules name the candidates; where they agree, the two after them fill up to three.
+    """
+    best, plain = front(rows), plain_row(rows)
     chosen: list[Knee] = []
-    for row, reason in (_by_contribution(best), _by_a_min(best, rows), _by_achievement(best)):
-        if row is None:
-            continue
+    for rule, (row, reason) in enumerate((_by_contribution(best), _by_a_min(best, rows), _by_achievement(best), _by_bytes(best, plain), _by_mean(best))):
         same = next((i for i, knee in enumerate(chosen) if knee.row is row), None)
+        if row is None or (rule >= 3 and (same is not None or len(chosen) == 3)):
+            continue
         if same is None:
-            chosen.append(Knee(row, f"{reason[0].upper()}{reason[1:]}. {_trade(row)}"))
+            chosen.append(Knee(row, f"{reason[0].upper()}{reason[1:]}. {_trade(row, plain)}"))
         else:
             chosen[same] = Knee(row, f"{chosen[same].reason} Also: {reason}.")
     return chosen
 
 
-def _trade(row: Row) -> str:
+def _trade(row: Row, plain: Row | None) -> str:
+    """What the row costs and gives, and against the plain compressor what it gains and gives up."""
     point = _normalised(row)
     assert point is not None
     kept, speed, mean, a_min = point
     cost = f"Keeps {100 * kept:.3g} % of the KV bytes and decodes {speed:.2f} times as fast as full attention"
-    return f"{cost}; accuracy {mean:.3f} in the mean, {a_min:.3f} in the worst phase."
+    level = f"{cost}; accuracy {mean:.3f} in the mean, {a_min:.3f} in the worst phase."
+    if plain is None or plain is row:
+        return level
+    held = _normalised(plain)
+    assert held is not None
+    moves = [(bool(up) == (change > 0), words) for words, up, change in _changes(point, held)]
+    gained, lost = ([words for good, words in moves if good is wanted] for wanted in (True, False))
+    gain, price = ", ".join(gained) or "no gain", f"; the price: {', '.join(lost)}" if lost else ", at no price"
+    return f"{level} Against {plain_name(plain)}: {gain}{price}."
+
+
+def _changes(point: Array, held: Array) -> list[tuple[str, bool, float]]:
+    """What differs visibly between two points with KV as a fraction: words, whether more is better, the change."""
+    found = []
+    if abs(point[0] / held[0] - 1) > 0.005:
+        found.append((f"{100 * point[0] / held[0] - 100:+.0f} % KV bytes", False, float(point[0] - held[0])))
+    if abs(point[1] / max(held[1], 1e-9) - 1) > 0.02:
+        found.append((f"{100 * point[1] / max(held[1], 1e-9) - 100:+.0f} % decode speed", True, float(point[1] - held[1])))
+    found += [
+        (f"{point[i] - held[i]:+.3f} {words}", True, float(point[i] - held[i]))
+        for i, words in ((2, "mean accuracy"), (3, "A_min"))
+        if abs(point[i] - held[i]) >= 5e-4
+    ]
+    return found
 
 
 def _by_contribution(best: list[Row]) -> tuple[Row | None, str]:
@@ -230,3 +266,20 @@ def _by_achievement(best: list[Row], rho: float = 0.05) -> tuple[Row | None, str
     score = distance.max(axis=1) + rho * distance.sum(axis=1)
     score[[is_full(row) for row in best]] = np.inf
     return best[int(score.argmin())], reason
+
+
+def _by_bytes(best: list[Row], plain: Row | None) -> tuple[Row | None, str]:
+    """The front row of the fewest bytes whose A_min is no worse than the plain compressor's."""
+    if plain is None:
+        return None, ""
+    within = [row for row in best if not is_full(row) and row.a_min is not None and plain.a_min is not None and row.a_min >= plain.a_min]
+    row = min(within, key=lambda row: (row.cost.kv_kept if row.cost else 0.0, -(row.a_min or 0.0))) if within else None
+    return row, f"keeps the fewest KV bytes at no worse a worst phase than {plain_name(plain)}"
+
+
+def _by_mean(best: list[Row]) -> tuple[Row | None, str]:
+    """The compressed front row of the best mean."""
+    within = [row for row in best if not is_full(row)]
+    return (
+        max(within, key=lambda row: (row.mean_accuracy or 0.0, row.a_min or 0.0)) if within else None
+    ), "has the best mean accuracy of all compressed trials"

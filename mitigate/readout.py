@@ -30,13 +30,21 @@ def logits_at(attached: Attachment, tokens_BT: torch.Tensor, positions_A: torch.
 
 @contextmanager
 def _last_layer_at(layer: Any, positions_A: torch.Tensor) -> Iterator[None]:
-    """Run the last layer's position-wise parts at the chosen positions; zeros stand at the others."""
+    """Run the last layer's position-wise parts at the chosen positions; zeros stand at the others.
+
+    It is not checkpointed meanwhile: a backward pass would run it again after this context. What it keeps is of the chosen positions mostly.
+    """
+    checkpointing = getattr(layer, "gradient_checkpointing", None)
+    if checkpointing:
+        layer.gradient_checkpointing = False
     handles = [handle for module in (layer.self_attn.o_proj, layer.mlp) for handle in _cut(module, positions_A)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        if checkpointing:
+            layer.gradient_checkpointing = checkpointing
 
 
 def _cut(module: nn.Module, positions_A: torch.Tensor) -> tuple[Any, Any]:

@@ -87,16 +87,58 @@ def read_row(path: Path) -> Row:
     return row
 
 
+def trial_row(study_dir: Path, trial: int) -> Row:
+    """The Row of one finished trial of a study.
+
+    Raises:
+        ConfigError: `study_dir` is no study, or the trial has no result; names those that have.
+    """
+    require_study(study_dir)
+    path = study_dir / "trials" / f"{trial:04d}" / "result.json"
+    if trial >= 0 and path.is_file():
+        return read_row(path)
+    there = sorted(int(found.parent.name) for found in study_dir.glob("trials/*/result.json") if found.parent.name.isdigit())
+    has = f"it has {there[0]} to {there[-1]}" if there and there == list(range(there[0], there[-1] + 1)) else f"it has {', '.join(map(str, there)) or 'none'}"
+    raise ConfigError(f"{study_dir} has no trial {trial} with a result; {has}")
+
+
+def random_siblings(study_dir: Path, config: dict[str, Any]) -> list[Path]:
+    """Studies beside this one of the same config but for name, seed of the sampler and length, whose sampler is random: its baselines."""
+
+    def fixed(settings: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in settings.items() if key not in _NOT_OF_A_TRIAL}
+
+    found = []
+    for path in sorted(study_dir.absolute().parent.iterdir()) if study_dir.is_dir() else []:
+        if path == study_dir.absolute() or not is_study(path):
+            continue
+        try:
+            other = read_config(path)
+        except ConfigError:
+            continue
+        if other.get("sampler") == "random" and fixed(other) == fixed(config):
+            found.append(path)
+    return found
+
+
+_NOT_OF_A_TRIAL = ("name", "sampler", "seed", "trials", "workers", "max_hours", "trial_timeout_s", "max_consecutive_failures")
+
+
 def write_tables(study_dir: Path, rows: Sequence[Row]) -> list[Path]:
     """Write `trials.parquet`, `trials.csv`, `front.csv` and `front.json`; each file appears complete or not at all."""
     best = pareto.front(rows)
     contents = {
         "trials.parquet": _parquet(table(rows)),
-        "trials.csv": _csv(table(rows)),
-        "front.csv": _csv(table(best)),
-        "front.json": _front_json(rows, best),
+        "trials.csv": csv_of(rows),
+        "front.csv": csv_of(best),
+        "front.json": front_json(rows, best),
     }
     return [write_atomic(study_dir / name, content) for name, content in contents.items()]
+
+
+def csv_of(rows: Sequence[Row]) -> bytes:
+    """The rows in the order given, as `trials.csv` and `front.csv` have them."""
+    return _csv(table(rows))
 
 
 def table(rows: Sequence[Row]) -> pa.Table:
@@ -175,8 +217,9 @@ def _cell(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (list, bool)) else value
 
 
-def _front_json(rows: Sequence[Row], best: Sequence[Row]) -> bytes:
-    content = {
+def front_json(rows: Sequence[Row], best: Sequence[Row], requirements: Sequence[str] = ()) -> bytes:
+    """`front.json`: the rows `best` in the order given, with the hypervolume and the candidates of all `rows`; `requirements` only where there are any."""
+    content: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "objectives": [{"name": objective.name, "sense": "max" if objective.maximise else "min"} for objective in pareto.OBJECTIVES],
         "hypervolume": pareto.hypervolume(rows),
@@ -184,4 +227,6 @@ def _front_json(rows: Sequence[Row], best: Sequence[Row]) -> bytes:
         "candidates": [{"trial": knee.row.trial, "reason": knee.reason} for knee in pareto.knees(rows)],
         "rows": [json.loads(row.to_json()) for row in best],
     }
+    if requirements:
+        content["requirements"] = list(requirements)
     return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()

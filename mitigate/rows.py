@@ -80,12 +80,13 @@ class Transition(_Record):
     distances: list[int]  # tokens from the record's last token to the position from which its name is predicted
     period: int
     prompts: int  # logical prompts behind each number
+    seed: int  # of the prompts
     accuracy: list[list[float]]  # by distance, then residue
     gold_probability: list[list[float]]
 
 
 class Cost(_Record):
-    """KV bytes (closed form and counted) and decode throughput (measured, interleaved with full attention)."""
+    """KV bytes (closed form and counted), memory while decoding, and throughput (measured, interleaved with full attention)."""
 
     kv_bytes_per_token: float  # limit of a long context, all layers
     kv_kept: float  # the same as a fraction of full attention
@@ -97,6 +98,12 @@ class Cost(_Record):
     decode_tokens_per_s: Interval  # median and quartiles over repeats
     decode_tokens_per_s_full: Interval
     throughput_ratio: Interval  # variant over full attention, same process, interleaved
+    # None in rows from before these were measured.
+    prefill_tokens_per_s: float | None = None  # median over a few rounds
+    prefill_tokens_per_s_full: float | None = None
+    prefill_ratio: float | None = None  # variant over full attention, same process, interleaved
+    decode_peak_bytes: int | None = None  # most bytes of tensors alive at once in a decode step, whole batch, without the weights
+    decode_peak_bytes_full: int | None = None
 
 
 class Error(_Record):
@@ -115,7 +122,7 @@ class Row(_Record):
     label: str  # preset name, or a short description of the variant
     trial: int | None = None  # number in the study; None outside a search
     anchor: bool = False
-    config: dict[str, Any]  # canonical TrialConfig
+    config: dict[str, Any]  # canonical TrialConfig, or EvaluationConfig of a model scored as it stands
     config_sha256: str
     base_sha256: str | None = None
     seed: int

@@ -137,7 +137,7 @@ def run_transition(attached: Attachment, task: TaskConfig, *, period: int, dista
         )
         row = cell.distance - distances.start
         accuracy_DR[row, cell.residue], gold_DR[row, cell.residue] = right.float().mean(), (-nll).exp().mean()
-    return Transition(distances=list(distances), period=period, prompts=prompts, accuracy=accuracy_DR.tolist(), gold_probability=gold_DR.tolist())
+    return Transition(distances=list(distances), period=period, prompts=prompts, seed=seed, accuracy=accuracy_DR.tolist(), gold_probability=gold_DR.tolist())
 
 
 def find_period(scores: list[ProtocolScore]) -> Period | None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save
 from mitigate import bases, cost, registry, score, train
 from mitigate.config import TrialConfig, content_hash, to_dict
 from mitigate.files import write_atomic
+from mitigate.outcomes import OUTCOMES_FILE, Answers, pack
 from mitigate.rows import ProtocolScore, Row, installed_versions, worst_of
 from mitigate.surgery import BACKEND, Attachment, attach
 from mitigate.tasks import retrieval
@@ -40,7 +41,7 @@ def run_trial(
         config: everything the result depends on.
         label: shown in tables; the registry's description if empty.
         trial, anchor: recorded in the Row.
-        out: folder for the trained weights; None keeps none.
+        out: folder for the trained weights and each query's outcome; None keeps none.
         cache: folder of trained bases; `./cache` by default.
         log: called with progress lines.
 
@@ -57,7 +58,7 @@ def run_trial(
     with attach(base.model, config.variant) as attached:
         trained = train.fine_tune(attached, config.task, config.train, seed=config.seed, on_update=_reporter(config, log))
         marks.append(time.perf_counter())
-        row = score_trained(attached, config, label=label, cache=cache, log=log)
+        row = score_trained(attached, config, label=label, out=out, cache=cache, log=log)
         if out is not None:
             store_weights(attached, out)
     base_s, train_s = (after - before for before, after in itertools.pairwise(marks))
@@ -67,11 +68,20 @@ def run_trial(
 
 
 def score_trained(
-    attached: Attachment, config: TrialConfig, *, label: str = "", cache: Path | None = None, log: Callable[[str], None] = lambda line: None
+    attached: Attachment,
+    config: TrialConfig,
+    *,
+    label: str = "",
+    out: Path | None = None,
+    cache: Path | None = None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Row:
     """Phase sweeps and cost of a model that was trained under `config`: the Row of a trial, less what only training can say."""
     marks = [time.perf_counter()]
-    scores = [_sweep(attached, config, protocol, log) for protocol in config.score.protocols]
+    swept = {protocol: _sweep(attached, config, protocol, log) for protocol in config.score.protocols}
+    scores = [scored for scored, _ in swept.values()]
+    if out is not None:
+        write_atomic(out / OUTCOMES_FILE, pack({protocol: answers for protocol, (_, answers) in swept.items()}))
     marks.append(time.perf_counter())
     lock = (cache or Path("cache")) / "bench.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
@@ -98,10 +108,12 @@ def score_trained(
     )
 
 
-def _sweep(attached: Attachment, config: TrialConfig, protocol: Protocol, log: Callable[[str], None]) -> ProtocolScore:
+def _sweep(attached: Attachment, config: TrialConfig, protocol: Protocol, log: Callable[[str], None]) -> tuple[ProtocolScore, Answers]:
     settings = config.score
     sweep = retrieval.sweep(config.task, protocol, period=settings.period, prompts=settings.prompts, seed=settings.seed)
-    return score.summarise(score.run_sweep(attached, sweep, batch=settings.batch, log=log), sweep, settings)
+    found = score.run_sweep(attached, sweep, batch=settings.batch, log=log)
+    answers = Answers(correct_ER=found.correct_ER, cluster_E=found.cluster_E.astype("int32"), prompts_sha256=found.sha256)
+    return score.summarise(found, sweep, settings), answers
 
 
 def _reporter(config: TrialConfig, log: Callable[[str], None]) -> Callable[[int, float], None]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from mitigate.config import TrialConfig, VariantConfig, content_hash, from_dict, to_dict
+from mitigate.outcomes import OUTCOMES_FILE, Answers, pack
 from mitigate.rows import PROTOCOLS, Cost, Error, Interval, Period, ProtocolScore, Row
 
 PROMPTS, QUERIES, FULL_BYTES = 96, 16, 512.0
@@ -185,6 +188,42 @@ def fake_cost(variant: VariantConfig, rng: np.random.Generator) -> Cost:
         decode_tokens_per_s_full=around(800.0, 25),
         throughput_ratio=around(float(ratio), 0.03),
     )
+
+
+def store_row(study: Path, row: Row) -> Path:
+    """The row as a result of a study folder; gives the trial's folder."""
+    folder = study / "trials" / f"{row.trial:04d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").write_text(row.to_json(), encoding="utf-8")
+    return folder
+
+
+def store_gates(study: Path, trial: int, window: int, layers: int = 2, outputs: int = 2, seed: int = 0) -> None:
+    """Compressor weights of a trial of one KV head, gates of K and V apart."""
+    folder, rng = study / "trials" / f"{trial:04d}", np.random.default_rng(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"{layer}.gate_bias": rng.normal(size=(window, outputs)).astype(np.float32) for layer in range(layers)}
+    save_file(tensors | {f"{layer}.gate_weight": np.zeros((window, 4, outputs), np.float32) for layer in range(layers)}, folder / "compressor.safetensors")
+
+
+def fake_answers(row: Row, seed: int, prompts: int = 24, queries: int = 4) -> dict[str, Answers]:
+    """Outcomes on shared prompts: each example has a difficulty of its own, the same for every row."""
+    found = {}
+    for place, score in enumerate(row.scores):
+        hard = np.random.default_rng([7, place]).normal(size=(prompts * queries, 1))
+        noise = np.random.default_rng([seed, place]).normal(0, 0.3, size=(prompts * queries, score.period))
+        correct = hard + noise < np.quantile(hard, score.accuracy)
+        found[score.protocol] = Answers(
+            correct_ER=correct, cluster_E=np.repeat(np.arange(prompts, dtype=np.int32), queries), prompts_sha256=score.prompts_sha256
+        )
+    return found
+
+
+def store_answers(study: Path, row: Row, answers: dict[str, Answers]) -> Path:
+    """The outcomes file of a trial."""
+    path = study / "trials" / f"{row.trial:04d}" / OUTCOMES_FILE
+    path.write_bytes(pack(answers))
+    return path
 
 
 def around(value: float, half: float) -> Interval:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import COMPRESSED, FAMILIES, VARIANTS, attached, length_for, tiny, tokens, whole
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 from mitigate import registry, surgery
+from mitigate.cache import empty
 from mitigate.compressor import Compressor
 from mitigate.config import ConfigError, VariantConfig
 from mitigate.geometry import Grid
 from mitigate.readout import logits_at
-from mitigate.surgery import UnsupportedModel, attach
+from mitigate.surgery import CONVERTED_FILE, UnsupportedModel, attach, convert, load_converted
 
 W8S8 = VariantConfig()
 
@@ -334,6 +337,162 @@ def test_importing_and_attaching_change_the_registries_under_one_name_only() -> 
     assert [a - b <= {surgery.NAME} for a, b in zip(after, before, strict=True)] == [True, True]
 
 
+# for good --------------------------------------------------------------------------------------------------------------------------------------
+
+
+def as_converted(model: PreTrainedModel, variant: VariantConfig) -> surgery.Attachment:
+    made = attached(model, variant)
+    made.make_permanent()
+    return made
+
+
+@pytest.mark.parametrize(("family", "name"), [("qwen3", "everything"), ("llama", "w8s8"), ("qwen2", "per-offset-tied")])
+def test_a_converted_model_is_saved_and_loaded(family: str, name: str, tmp_path: Path) -> None:
+    model = tiny(family, wide=False)
+    ids = tokens(model, 40)
+    with torch.no_grad():
+        on = as_converted(model, VARIANTS[name])
+        wanted = whole(model, ids)
+        model.save_pretrained(tmp_path)
+        assert {"config.json", CONVERTED_FILE} <= {path.name for path in tmp_path.iterdir()}
+        again = load_converted(tmp_path)
+        assert type(again.model) is type(model)
+        assert again.variant == on.variant
+        assert torch.equal(whole(again.model, ids), wanted)
+        # Plain loaders must fail: they could only run full attention without a word.
+        for loader in (AutoModelForCausalLM, type(model)):
+            with pytest.raises(OSError, match="no file named"):
+                loader.from_pretrained(tmp_path)
+
+
+def test_a_converted_model_has_its_compressors(tmp_path: Path) -> None:
+    model = tiny(wide=False)
+    before, held, ids = traces(model), weights(model), tokens(model, 40)
+    plain = whole(model, ids)
+    on = convert(model, VARIANTS["everything"])
+    own = {id(parameter) for parameter in model.parameters()}
+    assert all(id(parameter) in own for parameter in on.compressors.parameters())
+    assert len(model.state_dict()) == len(held) + len(on.compressors.state_dict())
+    with torch.no_grad():
+        wanted = whole(model, ids)
+        twin = copy.deepcopy(model)
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+        assert torch.equal(whole(twin, ids), wanted), "a copy is independent and still converted"
+        twin.save_pretrained(tmp_path)
+        assert torch.equal(whole(load_converted(tmp_path).model, ids), wanted)
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        with on.removed():
+            assert torch.equal(whole(model, ids), plain)
+        assert torch.equal(whole(model, ids), wanted)
+    on.detach()
+    assert traces(model) == before
+    assert same_weights(model, held)
+
+
+def test_tied_embeddings_and_bf16_survive(tmp_path: Path) -> None:
+    shape = dict(vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True)).bfloat16().eval()
+    on = convert(model, W8S8)
+    with torch.no_grad():
+        for parameter in on.compressors.parameters():
+            parameter.normal_()
+        model.save_pretrained(tmp_path)
+        again = load_converted(tmp_path)
+        assert again.model.lm_head.weight is again.model.model.embed_tokens.weight
+        assert again.model.dtype == torch.bfloat16
+        assert {parameter.dtype for parameter in again.compressors.parameters()} == {torch.float32}
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(again.model.state_dict()[name], tensor), name
+
+
+def test_a_folder_that_is_not_what_it_says_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    with pytest.raises(ConfigError, match=r"^load_converted: .*cannot be read"):
+        load_converted(tmp_path)
+    model = tiny(wide=False)
+    convert(model, W8S8)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / CONVERTED_FILE
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as opened:
+        about = opened.metadata()
+    tensors = load_file(path)
+    one = next(name for name in tensors if name.endswith("gate_weight"))
+    for changed in (
+        {name: tensor for name, tensor in tensors.items() if name != one},
+        tensors | {"more": torch.zeros(2)},
+        tensors | {one: torch.zeros(3, 3)},
+    ):
+        save_file(changed, path, metadata=about)
+        with pytest.raises(ConfigError, match=r"^load_converted: \S+ must be of shape .*, the file has .*$"):
+            load_converted(tmp_path)
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match="must be of format mitigate-converted-1"):
+        load_converted(tmp_path)
+
+
+def test_full_attention_converts_to_itself() -> None:
+    model = tiny(wide=False)
+    before = traces(model)
+    convert(model, VariantConfig(compress=False))
+    assert traces(model) == before
+
+
+# devices -------------------------------------------------------------------------------------------------------------------------------------------
+
+
+class Elsewhere(torch.overrides.TorchFunctionMode):
+    """Notes the devices on which tensors are made without being asked for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factories: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in ("arange", "zeros", "ones", "empty", "full", "tensor", "rand", "randn") and (kwargs or {}).get("device") is None:
+            self.factories.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["w8s8", "everything", "per-offset-tied"])
+def test_nothing_is_made_on_a_default_device(name: str) -> None:
+    """With layers on several devices, whatever a layer makes must say where. Blocks are planned on the CPU and moved, hence the short sequence."""
+    model = tiny(wide=False)
+    ids, mask = tokens(model, 30), pads_before(30, [0, 9])
+    made = []
+    with attached(model, VARIANTS[name]) as on, torch.no_grad():
+        hidden = model.model.embed_tokens(ids)
+        layer = model.model.layers[0].self_attn
+        embeddings = model.model.rotary_emb(hidden, torch.arange(30)[None])
+        for with_mask in (None, mask):
+            for cache in (None, empty()):
+                with Elsewhere() as seen:
+                    layer(
+                        hidden_states=hidden,
+                        position_embeddings=embeddings,
+                        attention_mask=with_mask,
+                        position_ids=torch.arange(30, device="cpu")[None],
+                        cache=cache,
+                    )
+                made += seen.factories
+        assert made == []
+        assert all(compressor.device == one.device for one in on.layers for compressor in one.compressor.parameters())
+
+
+def test_compressors_are_made_where_their_layer_is() -> None:
+    """A second device that every machine has: layer 1 in another place than layer 0 would be on two GPUs."""
+    model = tiny(wide=False)
+    with attach(model, W8S8) as on:
+        for layer in on.layers:
+            assert layer.device == layer.module.k_proj.weight.device
+            assert {p.device for p in layer.compressor.parameters()} == {layer.device}
+
+
 # readout and training --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -404,6 +563,24 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
         torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["full", "everything"])
+def test_readout_under_gradient_checkpointing(name: str) -> None:
+    model = tiny()
+    ids, positions = tokens(model, 60), torch.tensor([0, 7, 30, 59])
+    model.train()
+    results = []
+    for checkpointing in (False, True):
+        with attached(model, VARIANTS[name]) as on:
+            if checkpointing:
+                model.activation_checkpointing_enable()
+            parameters = [*model.parameters(), *on.compressors.parameters()]
+            logits = logits_at(on, ids, positions)
+            assert all(layer.gradient_checkpointing == checkpointing for layer in model.model.layers), "as it was"
+            results.append([logits, *torch.autograd.grad(logits.square().mean(), parameters)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
 @pytest.mark.parametrize("length", [40, 200])
 def test_training_after_scoring(length: int) -> None:
     """Masks that were first made under inference mode must serve a backward pass too."""
@@ -470,6 +647,48 @@ def test_right_padding_is_exact(qwen3: PreTrainedModel, name: str) -> None:
             torch.testing.assert_close(padded[1:, :live], whole(qwen3, ids[1:, :live]), atol=1e-12, rtol=0)
 
 
+def pads_before(length: int, pads: list[int]) -> torch.Tensor:
+    """An attention mask [rows, length] with so many left pads in each row."""
+    return (torch.arange(length)[None] >= torch.tensor(pads)[:, None]).long()
+
+
+@pytest.mark.parametrize("name", ["full", "w8s8", "deepseek-csa", "everything", "last-stride", "per-offset-tied", "uniform-stagger"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_padding_is_exact(family: str, name: str) -> None:
+    """Every row as if alone, whatever its phase against the columns, with position_ids that count tokens or columns; and with right pads besides."""
+    model = tiny(family)
+    length, pads = 57, [0, 1, 8, 5, 41, 1, 56]
+    ids, mask = tokens(model, length, batch=7), pads_before(length, pads)
+    mask[3, 50:] = 0
+    with attached(model, VARIANTS[name]), torch.no_grad():
+        alone = [whole(model, row[None, pad:])[0] for row, pad in zip(ids, pads, strict=True)]
+        for position_ids in (None, (mask.cumsum(1) - 1).clamp(min=0), (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)):
+            found = whole(model, ids, attention_mask=mask, position_ids=position_ids)
+            assert torch.isfinite(found).all()
+            for b, (wanted, pad) in enumerate(zip(alone, pads, strict=True)):
+                live = 50 if b == 3 else length
+                torch.testing.assert_close(found[b, pad:live], wanted[: live - pad], atol=1e-10, rtol=0)
+
+
+def test_gradients_flow_through_left_padding(qwen3: PreTrainedModel) -> None:
+    length, pads = 60, [3, 0, 17, 3]
+    ids, mask = tokens(qwen3, length, batch=4), pads_before(length, pads)
+    with attached(qwen3, VARIANTS["everything"]) as on:
+        parameters = [*qwen3.parameters(), *on.compressors.parameters()]
+        together = (whole(qwen3, ids, attention_mask=mask) * mask[..., None]).square().sum()
+        apart = sum(whole(qwen3, row[None, pad:]).square().sum() for row, pad in zip(ids, pads, strict=True))
+        for one, other in zip(torch.autograd.grad(together, parameters), torch.autograd.grad(apart, parameters), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-10)
+
+
+def test_a_row_of_pads_alone_disturbs_nobody(qwen3: PreTrainedModel) -> None:
+    ids, mask = tokens(qwen3, 30, batch=2), pads_before(30, [30, 4])
+    with attached(qwen3, W8S8), torch.no_grad():
+        found = whole(qwen3, ids, attention_mask=mask)
+        assert torch.isfinite(found).all()
+        torch.testing.assert_close(found[1, 4:], whole(qwen3, ids[1:, 4:])[0], atol=1e-10, rtol=0)
+
+
 def test_rows_of_a_batch_do_not_mix(qwen3: PreTrainedModel) -> None:
     ids = tokens(qwen3, 30, batch=3)
     with attached(qwen3, VARIANTS["everything"]), torch.no_grad():
@@ -479,18 +698,6 @@ def test_rows_of_a_batch_do_not_mix(qwen3: PreTrainedModel) -> None:
 
 
 # refusals --------------------------------------------------------------------------------------------------------------------------------------
-
-
-def left_padded(model: PreTrainedModel) -> None:
-    mask = torch.ones(2, 10, dtype=torch.int64)
-    mask[0, :3] = 0
-    whole(model, tokens(model, 10), attention_mask=mask)
-
-
-def left_padded_generation(model: PreTrainedModel) -> None:
-    mask = torch.ones(2, 10, dtype=torch.int64)
-    mask[0, :3] = 0
-    model.generate(tokens(model, 10), attention_mask=mask, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
 def hole(model: PreTrainedModel) -> None:
@@ -505,12 +712,89 @@ def right_padded_with_cache(model: PreTrainedModel) -> None:
     model(input_ids=tokens(model, 10), attention_mask=mask, use_cache=True)
 
 
+def other_pads_than_the_cache(model: PreTrainedModel) -> None:
+    cache = empty()
+    model(input_ids=tokens(model, 6), attention_mask=pads_before(6, [2, 0]), cache=cache, use_cache=True)
+    model(input_ids=tokens(model, 1), attention_mask=pads_before(7, [3, 0]), cache=cache, use_cache=True)
+
+
+def mask_of_new_tokens_alone(model: PreTrainedModel) -> None:
+    cache = empty()
+    model(input_ids=tokens(model, 6), attention_mask=pads_before(6, [2, 0]), cache=cache, use_cache=True)
+    model(input_ids=tokens(model, 2), attention_mask=pads_before(2, [0, 0]), cache=cache, use_cache=True)
+
+
+def readout_of_padded_rows(model: PreTrainedModel) -> None:
+    last = model.model.layers[-1].self_attn.__dict__["_mitigate_layer"]
+    last.queries = torch.tensor([3])
+    try:
+        whole(model, tokens(model, 10), attention_mask=pads_before(10, [2, 0]))
+    finally:
+        last.queries = None
+
+
 def four_dimensional_mask(model: PreTrainedModel) -> None:
     whole(model, tokens(model, 10), attention_mask=torch.ones(2, 1, 10, 10, dtype=torch.bool).tril())
 
 
 def packed(model: PreTrainedModel) -> None:
     whole(model, tokens(model, 10), position_ids=torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]))
+
+
+def packed_by_lengths(model: PreTrainedModel) -> None:
+    whole(model, tokens(model, 10), cu_seq_lens_q=torch.tensor([0, 6, 10], dtype=torch.int32))
+
+
+def other_attention_meanwhile(model: PreTrainedModel) -> None:
+    model.set_attn_implementation("sdpa")
+    try:
+        whole(model, tokens(model, 10))
+    finally:
+        model.set_attn_implementation(surgery.NAME)
+
+
+def flash_attention_meanwhile(model: PreTrainedModel) -> None:
+    model.config._attn_implementation_internal = "flash_attention_2"
+    try:
+        model.model.layers[0].self_attn(hidden_states=torch.zeros(1, 3, 32))
+    finally:
+        model.config._attn_implementation_internal = surgery.NAME
+
+
+def continuous_batching(model: PreTrainedModel) -> None:
+    model.config._attn_implementation_internal = "paged|sdpa"
+    try:
+        model.model.layers[0].self_attn(hidden_states=torch.zeros(1, 3, 32))
+    finally:
+        model.config._attn_implementation_internal = surgery.NAME
+
+
+def paged(model: PreTrainedModel) -> None:
+    class PagedCache:
+        def get_seq_length(self, *args: Any) -> int:
+            return 0
+
+        def get_query_offset(self, *args: Any) -> int:
+            return 0
+
+        def get_mask_sizes(self, length: int, index: int) -> tuple[int, int]:
+            return length, 0
+
+        is_sliding = (False,)
+
+    model.model.layers[0].self_attn(hidden_states=torch.zeros(1, 3, 32), cache=PagedCache())
+
+
+def beyond_the_positions(model: PreTrainedModel) -> None:
+    before, model.config.max_position_embeddings = model.config.max_position_embeddings, 12
+    try:
+        whole(model, tokens(model, 12))
+        whole(model, tokens(model, 15), attention_mask=pads_before(15, [3, 4]))  # pads have no position
+        cache = empty()
+        model(input_ids=tokens(model, 12), cache=cache, use_cache=True)
+        model(input_ids=tokens(model, 1), cache=cache, use_cache=True)
+    finally:
+        model.config.max_position_embeddings = before
 
 
 def shifted(model: PreTrainedModel) -> None:
@@ -535,12 +819,19 @@ def attach_twice(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (left_padded, "left padding is not supported"),
-        (left_padded_generation, "padding"),
-        (hole, "left padding is not supported"),
-        (right_padded_with_cache, "padding in a cached call is not supported"),
+        (hole, "attention_mask has a gap between the tokens of row 0; pads may stand before or after a row's tokens"),
+        (right_padded_with_cache, "right padding in a cached call is not supported; pad on the left"),
+        (other_pads_than_the_cache, "attention_mask has 3 left pads in row 0, the cache was filled with 2"),
+        (mask_of_new_tokens_alone, "attention_mask with padding must be (2, 8), columns of earlier calls included, got (2, 2)"),
+        (readout_of_padded_rows, "chosen query positions and collected gates need rows of one length"),
         (four_dimensional_mask, "attention_mask must be None or [batch, tokens], got 4 dimensions"),
-        (packed, "position_ids must count tokens from 0 without gaps"),
+        (packed, "packed sequences are not supported (position_ids of row 0 fall at column 6); give each its own row"),
+        (packed_by_lengths, "packed sequences are not supported (cu_seq_lens_q is set)"),
+        (other_attention_meanwhile, "attn_implementation was set to 'sdpa' while a variant is attached"),
+        (flash_attention_meanwhile, "attn_implementation was set to 'flash_attention_2' while a variant is attached"),
+        (continuous_batching, "continuous batching (paged|sdpa) keeps paged caches"),
+        (paged, "PagedCache has no layers (paged caches cannot carry summaries); use a DynamicCache"),
+        (beyond_the_positions, "13 tokens are beyond the model's max_position_embeddings of 12; shorten the context"),
         (shifted, "position_ids must count tokens from 0 without gaps"),
         (static, "cache layer 0 is a StaticLayer; a variant needs a DynamicCache"),
         (filled, "cache layer 0 already holds tokens of the unmodified model"),
@@ -559,6 +850,41 @@ def test_refusals_are_one_clear_line(call: Callable[[PreTrainedModel], None], sa
         assert text.startswith("attach: ")
         assert "\n" not in text
         assert torch.equal(whole(model, ids), wanted), "and the variant is still on"
+
+
+@pytest.mark.parametrize(("implementation", "said"), [("flash_attention_2", "takes no mask over summaries"), ("paged|sdpa", "keeps paged caches")])
+def test_attention_that_cannot_carry_a_variant_is_refused(implementation: str, said: str) -> None:
+    model = tiny(wide=False)
+    model.config._attn_implementation_internal = implementation  # as from_pretrained sets it where the package is installed
+    before = traces(model)
+    with pytest.raises(UnsupportedModel) as caught:
+        attach(model, W8S8)
+    assert str(caught.value).startswith(f"attach: attn_implementation={implementation!r} {said}")
+    assert "load the model with 'sdpa'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert traces(model) == before
+
+
+def test_weights_that_are_not_there_or_packed_are_refused() -> None:
+    model = tiny(wide=False)
+    before = traces(model)
+    with torch.device("meta"):
+        elsewhere = torch.nn.Linear(32, 16, bias=False)
+    packed_weight = torch.nn.Linear(32, 16, bias=False)
+    packed_weight.weight = nn.Parameter(torch.zeros(256, 1, dtype=torch.uint8), requires_grad=False)
+    for module, said in ((elsewhere, "is on the meta device"), (packed_weight, r"holds packed weights \(torch.uint8, \(256, 1\)\)")):
+        own, model.model.layers[1].self_attn.k_proj = model.model.layers[1].self_attn.k_proj, module
+        with pytest.raises(UnsupportedModel, match=f"^attach: k_proj of layer 1 {said}"):
+            attach(model, W8S8)
+        model.model.layers[1].self_attn.k_proj = own
+    assert traces(model) == before
+
+
+def test_drafts_are_refused_by_generate_itself(qwen3: PreTrainedModel) -> None:
+    """Verification takes tokens back, which summaries cannot do: `is_croppable` is False and transformers asks it."""
+    ids = tokens(qwen3, 12, batch=1)
+    with attached(qwen3, W8S8), pytest.raises(ValueError, match=r"(?i)assisted|crop|cache"):
+        qwen3.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=2, pad_token_id=0)
 
 
 def test_sliding_window_layers_are_refused() -> None:

@@ -64,7 +64,7 @@ CONFIG = TrialConfig(
     seed=5,
 )
 TIMINGS = {"wall_s", "base_s", "train_s", "score_s", "cost_s"}
-RATES = {"decode_tokens_per_s", "decode_tokens_per_s_full", "throughput_ratio"}
+RATES = {"decode_tokens_per_s", "decode_tokens_per_s_full", "throughput_ratio", "prefill_tokens_per_s", "prefill_tokens_per_s_full", "prefill_ratio"}
 
 
 @pytest.fixture(scope="session")
@@ -246,7 +246,7 @@ def test_the_row_says_what_was_run(finished: tuple[Row, Path, list[str]], base_c
     assert 0 < row.final_loss < 10
     assert row.wall_s >= row.train_s + row.score_s + row.cost_s > 0
     assert Row.from_json(row.to_json()) == row
-    assert {path.name for path in out.iterdir()} == {"model.safetensors", "compressor.safetensors"}
+    assert {path.name for path in out.iterdir()} == {"model.safetensors", "compressor.safetensors", "outcomes.safetensors"}
     assert [line.split(",")[0] for line in log if line.startswith("fine-tune")] == [f"fine-tune: update {n}/7" for n in range(1, 8)]
     assert [line.split(",")[0] for line in log if line.startswith("score")] == ["score: outer"] * 3 + ["score: in_sequence"] * 3
 

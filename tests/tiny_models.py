@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
 from mitigate import bases, registry
 from mitigate.config import BaseConfig, TaskConfig, VariantConfig
@@ -15,7 +15,7 @@ from mitigate.surgery import Attachment, attach
 
 TASK = TaskConfig(keys=12, names=12, filler_tokens=4, records=6, queries=4)
 BASE = BaseConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=40, rope_theta=100.0, task=TASK)
-FAMILIES = ("qwen3", "qwen2", "llama")
+FAMILIES = ("qwen3", "qwen2", "llama", "smollm3")
 
 # Beside the presets: settings that no preset has, and combinations of settings that each work alone.
 EXTRAS: dict[str, VariantConfig] = {
@@ -90,7 +90,10 @@ def tiny(family: str = "qwen3", seed: int = 0, wide: bool = True) -> PreTrainedM
             eos_token_id=None,
             pad_token_id=None,
         )
-        model = LlamaForCausalLM(LlamaConfig(**size)) if family == "llama" else Qwen2ForCausalLM(Qwen2Config(**size))
+        if family == "smollm3":
+            model = SmolLM3ForCausalLM(SmolLM3Config(**size, no_rope_layers=[1, 0]))  # the second layer does not rotate
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**size)) if family == "llama" else Qwen2ForCausalLM(Qwen2Config(**size))
     randomise(model, seed)
     return (widen(model) if wide else model).eval()
 

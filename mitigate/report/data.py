@@ -7,11 +7,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from mitigate import pareto
+from mitigate.config import VariantConfig, to_dict
 from mitigate.rows import Interval, ProtocolScore, Row
 
 Role = Literal["full", "plain", "front", "dominated"]
@@ -132,6 +133,29 @@ def named(row: Row, width: int = 28) -> str:
     return f"{label} #{row.trial}" if row.trial is not None else label
 
 
+def variant_words(variant: dict[str, Any]) -> str:
+    """'window 16, stride 8, stagger half': window, stride, and what is not at its default."""
+    if variant.get("compress") is False:
+        return "full attention, nothing compressed"
+    defaults = to_dict(VariantConfig())
+    changed = [name for name, value in variant.items() if name not in ("compress", "window", "stride") and defaults.get(name) != value]
+    return ", ".join(f"{name.replace('_', ' ')} {variant.get(name)}" for name in ("window", "stride", *changed))
+
+
+def standing(row: Row, rows: Sequence[Row]) -> str:
+    """Whether a trial is on the front of all rows, else which trials dominate it."""
+    point = pareto.objectives(row)
+    if point is None:
+        return f"{row.status}: no metrics" + (f" ({row.error.kind}: {' '.join(row.error.message.split())})" if row.error else "")
+    if any(row is other for other in pareto.front(rows)):
+        return "on the four-objective front"
+    above = [other for other in rows if other is not row and pareto.dominates(other, row)]
+    shown = ", ".join(named(other) for other in above[:3])
+    if not above:
+        return "level in all four objectives with a trial on the front"
+    return f"dominated by {shown}{f' and {len(above) - 3} more' if len(above) > 3 else ''}"
+
+
 def mean_interval(row: Row) -> Interval | None:
     """Mean accuracy with its interval."""
     four = pareto.intervals(row)
@@ -174,7 +198,7 @@ def period_line(row: Row) -> str:
     within = f"among the divisors of {residues} below it" if row.curve.searched else f"within {residues} residues"
     if row.curve.status == "detected":
         return f"Period: {row.curve.period} (p = {row.curve.p_value:.2g})."
-    return f"Period: {row.curve.status} {within} (best p = {row.curve.p_value:.2g}: {row.curve.reason})."
+    return f"Period: {row.curve.status} {within} (best p = {row.curve.p_value:.2g})."
 
 
 def _range(values: set[int]) -> str:

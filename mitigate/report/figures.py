@@ -41,13 +41,14 @@ def a_min_vs_kv(rows: Sequence[Row]) -> Figure:
         axes = figure.subplots()
         points = data.points(rows)
         if not points:
-            return _empty(figure, axes)
+            return empty(figure, axes)
         xs = data.spread_sideways([p.kept for p in points], [p.axes[3].value + 2 * (p.role != "dominated") for p in points])
         strong = [(x, p) for x, p in zip(xs, points, strict=True) if p.role != "dominated"]
         best = _draw_steps(axes, points)
         needed = _most_telling(points, [points[i] for i in best], fill=False)
+        place_of = {id(row): place for place, row in enumerate(rows)}
         for x, point in zip(xs, points, strict=True):
-            _draw_lollipop(axes, x, point, bars=len(points) <= MANY or any(point is other for other in needed))
+            _draw_lollipop(axes, x, point, place_of[id(point.row)], bars=len(points) <= MANY or any(point is other for other in needed))
         _kv_axis(axes, [p.kept for p in points])
         axes.set_ylim(0, 1.04)
         axes.set_ylabel("accuracy (fraction of queries)")
@@ -74,8 +75,8 @@ def _segments(stair: Sequence[data.Point], a: int, b: int) -> list[Segment]:
     return found
 
 
-def _draw_lollipop(axes: Axes, x: float, point: data.Point, bars: bool) -> None:
-    """A_min with its interval, strong; the mean as a short faint dash, joined by a thin stem."""
+def _draw_lollipop(axes: Axes, x: float, point: data.Point, number: int, bars: bool) -> None:
+    """A_min with its interval, strong; the mean as a short faint dash, joined by a thin stem. The mark is the SVG group `pick-<number>`."""
     marker, size, colour, filled = _LOOKS[point.role]
     worst, mean, strong = point.axes[3], point.axes[2], point.role != "dominated"
     if bars:  # in a crowd only the named ones have room for them
@@ -84,7 +85,8 @@ def _draw_lollipop(axes: Axes, x: float, point: data.Point, bars: bool) -> None:
         axes.plot([x, x], [worst.low, worst.high], color=colour, linewidth=2.2, alpha=0.9 if strong else 0.45, solid_capstyle="butt", zorder=3)
     face = colour if filled else COLOURS["surface"]
     edge, size = 1.4 if strong else 0.9, size if bars else 0.75 * size
-    axes.plot([x], [worst.value], marker=marker, markersize=size, markerfacecolor=face, markeredgecolor=colour, markeredgewidth=edge, zorder=5 if strong else 4)
+    look: dict[str, Any] = {"marker": marker, "markersize": size, "markerfacecolor": face, "markeredgecolor": colour, "markeredgewidth": edge}
+    axes.plot([x], [worst.value], **look, zorder=5 if strong else 4, gid=f"pick-{number}")
 
 
 def _draw_steps(axes: Axes, points: list[data.Point]) -> list[int]:
@@ -144,12 +146,12 @@ def front_matrix(rows: Sequence[Row]) -> Figure:
         points = data.points(rows)
         if not points:
             figure.clear()
-            return _empty(figure, figure.subplots())
+            return empty(figure, figure.subplots())
         numbered = _most_telling(points, [])
         for i in range(3):
             for j in range(3):
                 if j <= i:
-                    _draw_pair(grid[i][j], points, j, i + 1, first_column=j == 0, last_line=i == 2)
+                    _draw_pair(grid[i][j], points, numbered, j, i + 1, first_column=j == 0, last_line=i == 2)
                 elif (i, j) != (0, 1):
                     grid[i][j].remove()
         _matrix_key(grid[0][1], numbered, points)
@@ -161,7 +163,7 @@ def front_matrix(rows: Sequence[Row]) -> Figure:
         return figure
 
 
-def _draw_pair(axes: Axes, points: list[data.Point], a: int, b: int, first_column: bool, last_line: bool) -> None:
+def _draw_pair(axes: Axes, points: list[data.Point], numbered: list[data.Point], a: int, b: int, first_column: bool, last_line: bool) -> None:
     x, y = [p.axes[a].value for p in points], [p.axes[b].value for p in points]
     best = data.stairs(x, y, x_min=not pareto.MAXIMISE[a], y_min=not pareto.MAXIMISE[b])
     steps = "steps-post" if not pareto.MAXIMISE[a] else "steps-pre"
@@ -170,7 +172,7 @@ def _draw_pair(axes: Axes, points: list[data.Point], a: int, b: int, first_colum
         axes.plot([0, 1], [0, 1], linestyle=(0, (2, 3)), color=COLOURS["faint"], linewidth=1.0, zorder=1)
         axes.annotate("no gap", (0.24, 0.24), xytext=(-6, 4), textcoords="offset points", fontsize=7.5, color=COLOURS["muted"], ha="right")
     for spot, point in zip(_places(points, a, b), points, strict=True):
-        _draw_cross(axes, spot, point, a, b, bars=len(points) <= MANY)
+        _draw_cross(axes, spot, point, a, b, bars=len(points) <= MANY or any(point is other for other in numbered))
     if a == 0:
         _kv_axis(axes, x, (1, 2, 4, 8, 16, 32, 64, 128, 256))
     if b >= 2:
@@ -206,8 +208,8 @@ def _matrix_key(axes: Axes, numbered: list[data.Point], points: list[data.Point]
     axes.set_axis_off()
     roles = [_marker_entry(role, _role_words(role, points)) for role in _LOOKS if any(p.role == role for p in points)]
     roles.append(Line2D([], [], color=COLOURS["blue"], linewidth=1.1, alpha=0.5, label="front of this pair alone"))
-    if len(points) <= MANY:
-        roles.append(Line2D([], [], marker="+", linestyle="", markersize=9, color=COLOURS["muted"], label="95 % intervals (throughput: quartiles)"))
+    whose = "" if len(points) <= MANY else ", of the numbered trials"
+    roles.append(Line2D([], [], marker="+", linestyle="", markersize=9, color=COLOURS["muted"], label=f"95 % intervals (throughput: quartiles){whose}"))
     legend = axes.legend(handles=roles, loc="upper left", bbox_to_anchor=(0.0, 1.0), borderpad=0)
     note = axes.text(0.02, 0.02, "Trials of equal KV bytes stand side by side.", transform=axes.transAxes, fontsize=8, color=COLOURS["muted"])
     legend.set_in_layout(False)
@@ -246,7 +248,7 @@ def phase_curves(rows: Sequence[Row], limit: int = 12) -> Figure:
         figure = new_figure(max(3.7 * across, 6.4), 2.55 * down + 0.9)
         grid = figure.subplots(down, across, sharey=True, squeeze=False)
         if not shown:
-            return _empty(figure, grid[0][0])
+            return empty(figure, grid[0][0])
         references = [row for row in (pareto.full_row(rows), pareto.plain_row(rows)) if row is not None]
         for spot, axes in enumerate(grid.flat):
             if spot >= len(shown):
@@ -271,7 +273,7 @@ def phase_curve(row: Row, references: Sequence[Row] = ()) -> Figure:
         figure = new_figure(8.0, 4.4)
         axes = figure.subplots()
         if not row.scores:
-            return _empty(figure, axes, f"{data.named(row)}: no phase sweep")
+            return empty(figure, axes, f"{data.named(row)}: no phase sweep")
         _draw_curves(axes, row, references)
         _panel_title(axes, row, size=11)
         axes.set_xlabel(_RESIDUE_AXIS)
@@ -293,7 +295,8 @@ def _draw_curves(axes: Axes, row: Row, references: Sequence[Row]) -> None:
         axes.fill_between(curve.residues, curve.low, curve.high, color=colour, alpha=0.2, linewidth=0, zorder=2)
         axes.plot(curve.residues, curve.accuracy, linestyle=style, color=colour, linewidth=1.6, marker=marker, markersize=2.2, zorder=3)
         if not curve.flat:
-            _mark_worst(axes, curve)
+            lower = [other.accuracy[other.worst] for other in found if other.worst == curve.worst and not other.flat]
+            _mark_worst(axes, curve, numbered=curve.accuracy[curve.worst] == min(lower))
     period = max(len(curve.accuracy) for curve in found)
     axes.set_xlim(-0.6, period - 0.4)
     axes.set_ylim(0, 1.03)
@@ -302,10 +305,12 @@ def _draw_curves(axes: Axes, row: Row, references: Sequence[Row]) -> None:
     axes.xaxis.set_minor_locator(ticker.FixedLocator(range(period)))
 
 
-def _mark_worst(axes: Axes, curve: data.Curve) -> None:
-    """A ring at the worst residue, and its number below (above where there is no room)."""
+def _mark_worst(axes: Axes, curve: data.Curve, numbered: bool) -> None:
+    """A ring at the worst residue, and its number below (above where there is no room), but for one that the other protocol's ring has."""
     value = curve.accuracy[curve.worst]
     axes.plot([curve.worst], [value], marker="o", markersize=8, markerfacecolor="none", markeredgecolor=COLOURS["ink"], markeredgewidth=1.3, zorder=5)
+    if not numbered:
+        return
     below = value > 0.2
     anchor, offset, align = (curve.low[curve.worst], -6, "top") if below else (curve.high[curve.worst], 6, "bottom")
     where = (curve.worst, anchor)
@@ -372,8 +377,14 @@ def _freeze(figure: Figure) -> None:
     figure.set_layout_engine("none")
 
 
-def _empty(figure: Figure, axes: Axes, words: str = "No finished trial yet") -> Figure:
+def empty(figure: Figure, axes: Axes, words: str = "No finished trial yet") -> Figure:
+    """A figure that says why it shows nothing; `why_empty` finds the words again."""
     figure.set_size_inches(7.0, 2.0)
     axes.set_axis_off()
-    axes.text(0.5, 0.5, words, ha="center", va="center", transform=axes.transAxes, fontsize=12, color=COLOURS["muted"])
+    axes.text(0.5, 0.5, words, ha="center", va="center", transform=axes.transAxes, fontsize=12, color=COLOURS["muted"], gid="nothing")
     return figure
+
+
+def why_empty(figure: Figure) -> str:
+    """What a figure without data says; empty for one that shows something."""
+    return next((text.get_text() for axes in figure.axes for text in axes.texts if text.get_gid() == "nothing"), "")

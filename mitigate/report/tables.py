@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from mitigate import pareto
 from mitigate.report import data
+from mitigate.report.gates import GateProfile
 from mitigate.rows import ProtocolScore, Row, Transition
 
 WIDTH = 120
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def front_table(rows: Sequence[Row]) -> str:
-    """The front by KV bytes, then A_min. Anchors that are dominated stand in it too, without the mark."""
+def front_table(rows: Sequence[Row], key: Callable[[Row], Any] = data.by_cost) -> str:
+    """The front by KV bytes, then A_min, or by another `key`. Anchors that are dominated stand in it too, without the mark."""
     on_front = {id(row) for row in pareto.front(rows)}
     anchors = {id(row) for row in (pareto.full_row(rows), pareto.plain_row(rows)) if row is not None}
-    shown = sorted((row for row in rows if id(row) in on_front | anchors), key=data.by_cost)
+    shown = sorted((row for row in rows if id(row) in on_front | anchors), key=key)
     if not shown:
         return data.nothing_finished(rows)
     head = ["", "trial", "label", "KV kept", "KV B/token", "rel. tokens/s", "mean accuracy [95 %]", "A_min [95 %]", "gap"]
     lines = _aligned([head, *[_cells(row, id(row) in on_front) for row in shown]])
     lines[1:1] = ["─" * len(lines[0])]
     mark = "* on the front.  rel. tokens/s: decode throughput relative to full attention."
-    notes = [mark, *_wrapped(data.sample_line(rows)), *_wrapped(data.infeasible_line(rows))]
+    notes = [mark, *wrapped(data.sample_line(rows)), *wrapped(data.infeasible_line(rows))]
     return "\n".join([*lines, "", *notes])
 
 
@@ -52,7 +54,8 @@ def _cut(text: str, width: int) -> str:
     return flat if len(flat) <= width else f"{flat[: width - 1]}…"
 
 
-def _wrapped(text: str) -> list[str]:
+def wrapped(text: str) -> list[str]:
+    """The text in lines of at most `WIDTH` columns."""
     return textwrap.wrap(text, WIDTH)
 
 
@@ -66,7 +69,41 @@ def phase_curve_text(row: Row, width: int = 22) -> str:
     lines.append("  residue  " + "   ".join(f"{data.PROTOCOL_WORDS[score.protocol]} (P = {score.period})".ljust(width + 28) for score in scores).rstrip())
     lines += [f"  {residue:>7}  " + "   ".join(_bar(score, residue, width) for score in scores).rstrip() for residue in range(tall)]
     lines += ["           " + "   ".join(("0" + "accuracy".center(width - 2) + "1").ljust(width + 30) for _ in scores).rstrip(), ""]
-    return "\n".join([*lines, *map(_summary, scores), *_wrapped(data.period_line(row)), *_wrapped(data.sample_line([row]))])
+    return "\n".join([*lines, *map(_summary, scores), *wrapped(data.period_line(row)), *wrapped(data.sample_line([row]))])
+
+
+def trial_text(row: Row, rows: Sequence[Row], profiles: list[GateProfile] | str, command: str | None) -> str:
+    """Everything about one trial: what it is, where it stands among `rows`, its phase curve, gates, times, and how to export it."""
+    four, lines = pareto.intervals(row), [f"{data.named(row, 80)}{', an anchor' if row.anchor else ''}", ""]
+    facts = [("variant", data.variant_words(pareto.variant_of(row))), ("front", data.standing(row, rows))]
+    if row.cost is not None and four is not None:
+        constant = f"{row.cost.kv_constant_bytes:,.0f} B a sequence besides, at {row.cost.context:,} tokens"
+        facts.append(("KV", f"{data.percent(row.cost.kv_kept)} of full attention's bytes: {row.cost.kv_bytes_per_token:,.4g} B a token, {constant}"))
+        facts.append(("speed", f"{four[1].value:.2f} times full attention's decode throughput (quartiles {four[1].low:.2f} to {four[1].high:.2f})"))
+    facts.append(("ran", f"{row.updates:,} updates, {row.wall_s:.0f} s (training {row.train_s:.0f}, sweeps {row.score_s:.0f}); {row.device}, {row.backend}"))
+    facts.append(("config", f"sha256 {row.config_sha256}"))
+    for name, words in facts:
+        first, *rest = textwrap.wrap(words, WIDTH - 10) or [""]
+        lines += [f"  {name:8}{first}", *(f"{'':10}{more}" for more in rest)]
+    lines += ["", phase_curve_text(row), "", *gates_text(profiles)]
+    return "\n".join([*lines, "", f"export: {command}"] if command else lines)
+
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+MOST_STRIPS = 16
+
+
+def gates_text(profiles: list[GateProfile] | str) -> list[str]:
+    """A line per layer, branch and head: a bar per offset, all to one scale, and the largest weight; or why there is none."""
+    if isinstance(profiles, str):
+        return wrapped(f"Static gates: none. {profiles}")
+    top, lines = max(max(profile.weights) for profile in profiles), ["Static gates, softmax(b): the weight of each offset whatever the token"]
+    for profile in profiles[:MOST_STRIPS]:
+        bars = "".join(_LEVELS[min(7, math.floor(8 * weight / top))] for weight in profile.weights)
+        best = max(range(len(profile.weights)), key=profile.weights.__getitem__)
+        even = f"(1/W = {1 / len(profile.weights):.2f})"
+        lines.append(f"  {f'L{profile.layer} {profile.branch} h{profile.head}':16}{_cut(bars, 60)}  most {profile.weights[best]:.2f} at offset {best} {even}")
+    return [*lines, *([f"  {len(profiles) - MOST_STRIPS} more heads"] if len(profiles) > MOST_STRIPS else [])]
 
 
 def transition_text(found: Transition, local: int | None) -> str:
@@ -74,7 +111,7 @@ def transition_text(found: Transition, local: int | None) -> str:
     lines = [f"  distance  mean   worst residue   ({found.prompts} prompts at each of {found.period} residues)"]
     for distance, accuracy in zip(found.distances, found.accuracy, strict=True):
         if local is not None and distance == local:
-            lines.append(f"  {'─' * 8}  the fact leaves the local window of {local}: from here on it is exact only in the open tail")
+            lines.append(f"  {'─' * 8}  the fact leaves the local window of {local}: from here on it is exact only in the open tail, or where bypassed")
         worst = min(range(found.period), key=accuracy.__getitem__)
         lines.append(f"  {distance:>8}  {sum(accuracy) / found.period:.2f}   {accuracy[worst]:.2f} at {worst:<3}")
     return "\n".join(lines)

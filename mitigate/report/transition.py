@@ -30,12 +30,14 @@ def figure(found: Transition, local: int | None, *, title: str) -> Figure:
         shown = cells.imshow(accuracy_DR.T, aspect="auto", cmap="cividis", vmin=0, vmax=1, extent=extent, interpolation="nearest")
         cells.set_ylabel(f"residue of the fact (mod {found.period})")
         cells.set_xlabel("distance from the fact's last token to the answer (tokens)")
-        cells.yaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=8))
+        cells.yaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
         cells.grid(False)
         bar = sheet.colorbar(shown, ax=[lines, cells], fraction=0.03, pad=0.02)
         bar.set_label(f"accuracy over {found.prompts} prompts")
         if local is not None and distances[0] <= local <= distances[-1]:
             for axes in (lines, cells):
                 axes.axvline(local - 0.5, color=style.COLOURS["ink"], linewidth=1.2, linestyle="--")
-            lines.text(local + 2, 0.62, f"the fact leaves\nthe local window\n(L = {local})", fontsize=8, color=MUTED, va="center")
+            right = 2 * local <= distances[0] + distances[-1]  # the note stands where there is more room, a little way off the curves' drop
+            note, place = f"the fact leaves\nthe local window\n(L = {local})", {"xytext": (16 if right else -6, 0), "ha": "left" if right else "right"}
+            lines.annotate(note, (local - 0.5, 0.62), textcoords="offset points", fontsize=8, color=MUTED, va="center", **place).set_in_layout(False)
         return sheet

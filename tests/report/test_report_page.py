@@ -13,7 +13,7 @@ from mitigate import pareto
 from mitigate.config import SearchConfig, VariantConfig, to_dict
 from mitigate.report import page
 from mitigate.rows import Row
-from tests.fake_rows import fake_failure, fake_row, fake_rows
+from tests.fake_rows import fake_failure, fake_row, fake_rows, store_gates
 
 EVIL = "</pre><script>alert('x')</script>&<b onclick=\"x\">"
 CONFIG = to_dict(SearchConfig(name="quick", trials=20, space={"window": (8, 16), "stagger": ("none", "half")}))
@@ -91,8 +91,10 @@ def test_page_needs_no_network(whole: tuple[Path, list[Path], list[Row]]) -> Non
 
 def test_page_holds_every_figure_inline_with_its_own_ids(whole: tuple[Path, list[Path], list[Row]]) -> None:
     parsed = Page((whole[0] / "report.html").read_text(encoding="utf-8"))
-    large = [attributes for tag, attributes in parsed.tags if tag == "svg" and attributes.get("class") != "spark"]
-    assert [attributes["aria-label"] for attributes in large] == [drawing.heading for drawing in page.DRAWINGS]
+    large = [attributes for tag, attributes in parsed.tags if tag == "svg" and not (attributes.get("class") or "").startswith(("spark", "small"))]
+    empty = {"importance": "compressed trials: too few to tell", "gate_profiles": "No front trial here has weights"}
+    assert [attributes["aria-label"] for attributes in large] == [drawing.heading for drawing in page.DRAWINGS if drawing.name not in empty]
+    assert all(reason in "".join(parsed.text) for reason in empty.values())
     ids = [attributes["id"] for _, attributes in parsed.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
 
@@ -150,8 +152,7 @@ def test_tables_carry_sortable_values_in_every_row() -> None:
 
 def test_what_is_left_out_of_the_accuracies_is_told() -> None:
     text = " ".join("".join(Page(render(fake_rows(3))).text).split())
-    assert "Queries whose answer an earlier query of the prompt already showed are left out." in text
-    assert "A query whose answer an earlier query of the prompt already showed is left out of the scores. Outer padding" in text
+    assert "queries, each for another record; a query is answered when the most likely next token is the key's name. Outer padding" in text
 
 
 def test_what_was_searched_is_told() -> None:
@@ -174,3 +175,36 @@ def test_any_number_of_rows_renders(rows: list[Row], config: dict[str, object]) 
 def test_phone_and_dark_mode_are_provided_for() -> None:
     text = render(fake_rows(2))
     assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text and "overflow-x: auto" in text
+
+
+def test_each_point_of_the_headline_has_its_trial_to_show(whole: tuple[Path, list[Path], list[Row]]) -> None:
+    folder, _, rows = whole
+    parsed = Page((folder / "report.html").read_text(encoding="utf-8"))
+    ids = {attributes["id"] for _, attributes in parsed.tags if attributes.get("id")}
+    finished = [place for place, row in enumerate(rows) if row.status == "ok"]
+    assert {f"a_min_vs_kv-pick-{place}" for place in finished} == {name for name in ids if name is not None and "-pick-" in name}
+    names = {attributes["id"]: attributes["data-name"] for _, attributes in parsed.tags if "data-name" in attributes}
+    assert set(names) == {f"about-{place}" for place in range(len(rows))}
+    for place in finished:
+        name = names[f"about-{place}"] or ""
+        assert f"A_min {rows[place].a_min:.3f}" in name and f"mean {rows[place].mean_accuracy:.3f}" in name
+    picks = [attributes["data-pick"] for _, attributes in parsed.tags if "data-pick" in attributes]
+    assert picks == [str(next(i for i, row in enumerate(rows) if row is knee.row)) for knee in pareto.knees(rows)]
+
+
+def test_details_stand_once_with_a_curve_each() -> None:
+    rows = fake_rows(6, 1)
+    parsed = Page(render(rows))
+    curves = [attributes for tag, attributes in parsed.tags if tag == "svg" and attributes.get("class") == "small curve"]
+    assert len(curves) == sum(row.status == "ok" for row in rows)
+    assert "".join(parsed.text).count("Its weights are not in the study folder.") == sum(row.status == "ok" and not pareto.is_full(row) for row in rows)
+
+
+def test_gates_of_a_trial_are_drawn_where_its_weights_are(tmp_path: Path) -> None:
+    rows = fake_rows(3)
+    store_gates(tmp_path, 1, window=8)
+    parsed = Page(page.render(tmp_path, rows, CONFIG, []))
+    drawn = [attributes for tag, attributes in parsed.tags if tag == "svg" and attributes.get("class") == "small gates"]
+    bars = [attributes for tag, attributes in parsed.tags if tag == "rect" and attributes.get("class") == "bar"]
+    assert len(drawn) == 1 and len(bars) == 4 * 8
+    assert all(float(bar["height"] or "nan") > 0 for bar in bars)
