@@ -106,7 +106,7 @@ DRAWINGS = (
         draw=lambda study: search_figures.hypervolume(study.progress, study.baselines),
         heading="Hypervolume over trials and time",
         caption="The volume that the front dominates in the four objectives, from the corner of 1.1 times full attention's bytes, no speed and no accuracy. "
-        "Time is the trials' own, summed over workers, without pauses. Throughput is measured and noisy, so two runs of the same anchors can differ a good deal.",
+        "Time is the trials' own, summed over workers, without pauses. Throughput is measured and noisy, so two runs of the same anchors can differ much.",
     ),
     Drawing(
         name="gate_profiles",
