@@ -15,6 +15,7 @@ from mitigate.config import ConfigError, EvaluationConfig, content_hash, replace
 from mitigate.rows import Row, installed_versions, worst_of
 from mitigate.surgery import BACKEND, attach
 from mitigate.tasks import words
+from mitigate.tasks.prompts import Sweep
 
 
 def evaluate(config: EvaluationConfig, *, label: str = "", log: Callable[[str], None] = lambda line: None) -> Row:
@@ -34,6 +35,7 @@ def evaluate(config: EvaluationConfig, *, label: str = "", log: Callable[[str], 
     _check_vocabulary(base, found, config.model)
     settings = config.score
     sweeps = [words.sweep(found, config.words, p, period=settings.period, prompts=settings.prompts, seed=settings.seed) for p in settings.protocols]
+    _check_length(base, sweeps)
     log(_words_line(found))
     loaded = time.perf_counter()
     torch.manual_seed(config.seed)
@@ -80,6 +82,13 @@ def _check_vocabulary(base: bases.Pretrained, found: words.Words, name: str) -> 
     highest, known = max(int(part.max(initial=0)) for part in parts), len(embedding.weight)
     if highest >= known:
         raise ConfigError(f"--model {name}: its tokenizer makes token {highest}, and the model knows {known}; they do not belong together")
+
+
+def _check_length(base: bases.Pretrained, sweeps: list[Sweep]) -> None:
+    longest = max(next(iter(sweep)).tokens.shape[1] for sweep in sweeps)
+    known = getattr(base.model.config, "max_position_embeddings", None)
+    if known is not None and longest > known:
+        raise ConfigError(f"score: a prompt must have at most the model's {known} positions, got {longest}; ask for fewer records or a smaller context")
 
 
 def _words_line(found: words.Words) -> str:

@@ -23,8 +23,8 @@ def logits_at(attached: Attachment, tokens_BT: torch.Tensor, positions_A: torch.
     model = attached.model
     decoder: Any = getattr(model, model.base_model_prefix)
     with _last_layer_at(decoder.layers[-1], positions_A), attached.queries_at(positions_A):
-        hidden_BTC = decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    logits: torch.Tensor = model.get_output_embeddings()(hidden_BTC[:, positions_A])
+        # The model's own forward, since some scale or cap what the head gives.
+        logits: torch.Tensor = model(input_ids=tokens_BT, use_cache=False, logits_to_keep=positions_A).logits
     return logits
 
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 from tiny_models import randomise
 from tokenizers_for_tests import known_words, shared
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mitigate import bases, config, evaluate, score
 from mitigate.config import ConfigError, CostConfig, EvaluationConfig, ScoreConfig, VariantConfig, WordsConfig, content_hash, to_dict
+from mitigate.readout import logits_at
 from mitigate.rows import Row
 from mitigate.surgery import attach
 from mitigate.tasks import words
@@ -309,3 +310,25 @@ def test_scoring_leaves_the_model_as_it_was(folder: Path, monkeypatch: pytest.Mo
     ids = torch.arange(60)[None]
     with torch.no_grad():
         assert torch.equal(base.model(input_ids=ids).logits, LlamaForCausalLM.from_pretrained(folder)(input_ids=ids).logits)
+
+
+def test_a_prompt_longer_than_the_models_positions_is_refused_before_anything_is_scored(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = copied(folder, tmp_path / "short")
+    edit_config(max_position_embeddings=70)(short)
+    monkeypatch.setattr(score, "run_sweep", lambda *args, **kwargs: pytest.fail("something was scored"))
+    with pytest.raises(ConfigError, match=r"^score: a prompt must have at most the model's 70 positions, got \d+; ask for fewer records"):
+        evaluate.evaluate(wanted(short))
+
+
+def test_a_head_that_scales_its_logits_is_read_as_the_model_gives_them() -> None:
+    """Granite divides its logits, Cohere and Gemma 2 do more: the answers' probabilities are those of the whole forward."""
+    shape = GraniteConfig(
+        vocab_size=30, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, logits_scaling=7.0
+    )
+    model = GraniteForCausalLM(shape).eval()
+    randomise(model, 3)
+    tokens, positions = torch.randint(30, (2, 19), generator=torch.Generator().manual_seed(0)), torch.tensor([4, 11, 18])
+    with torch.no_grad():
+        expected = model(input_ids=tokens, use_cache=False).logits[:, positions]
+        found = logits_at(attach(model, VariantConfig(compress=False)), tokens, positions)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
