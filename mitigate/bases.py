@@ -114,6 +114,12 @@ def build(config: BaseConfig) -> PreTrainedModel:
     return Qwen3ForCausalLM(shape)
 
 
+def files(config: BaseConfig, cache: Path) -> dict[str, bytes]:
+    """Content of a cached base's files by their path in the cache folder, for a machine that does not share it."""
+    folder = Path("bases") / content_hash(config)[:16]
+    return {str(folder / name): (cache / folder / name).read_bytes() for name in ("model.safetensors", "base.json")}
+
+
 def load(config: BaseConfig, cache: Path, *, log: Callable[[str], None] = lambda line: None) -> Base:
     """The base of a config, from the cache or trained now. Two processes that ask at once train it once.
 

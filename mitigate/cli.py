@@ -65,10 +65,30 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument("--trials", type=int, help="total number of trials, instead of the config's")
     search.add_argument("--workers", type=int, help="trials at once, instead of the config's")
     search.add_argument("--max-hours", type=float, help="stop proposing after this many hours")
+    search.add_argument("--max-updates", type=int, help="stop proposing after so many fine-tuning updates of all trials together")
+    search.add_argument("--require", action="append", metavar="TEXT", help='such as "kv_kept <= 0.15"; again for another; instead of the config\'s')
+    search.add_argument("--reproducible", action="store_true", help="the same proposals whatever the workers' timing; some of them may wait")
     search.add_argument("--address", help="a running Ray cluster to join (host:port or 'auto'); default: Ray on this machine")
     search.add_argument("--inline", action="store_true", help="run trials one by one in this process, without Ray")
     _results(search)
     _cache(search)
+
+    status = _add(commands, "status", _status, "how a study stands, beside a running search or after it")
+    _named_study(status)
+    status.add_argument("--watch", type=float, nargs="?", const=5.0, metavar="SECONDS", help="again every so many seconds (default 5) until it ends")
+    status.add_argument("--json", action="store_true", help="as JSON")
+
+    derived = _add(commands, "verify-study", _verify_study, "derive every proposal and promotion of a study again from its record")
+    _named_study(derived)
+
+    again = _add(commands, "rescore", _rescore, "train and score the front, or trials, of a study again on fresh seeds and prompts")
+    _named_study(again)
+    again.add_argument("--seeds", type=int, default=3, metavar="N", help="fresh seeds for each trial (default 3)")
+    again.add_argument("--trial", type=int, action="append", metavar="N", help="this trial, again for another (default: the compressed trials of the front)")
+    again.add_argument("--workers", type=int, help="trials at once, instead of the study's")
+    again.add_argument("--address", help="a running Ray cluster to join; default: Ray on this machine")
+    again.add_argument("--inline", action="store_true", help="one by one in this process, without Ray")
+    _cache(again)
 
     trial = _add(commands, "trial", _trial, "run one trial and draw its phase curve")
     trial.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of a trial or of a search (its trial template)")
@@ -186,7 +206,8 @@ def _search(arguments: argparse.Namespace) -> int:
     from mitigate.search.loop import run_search
 
     wanted = config.load_search(arguments.config)
-    changes = {"trials": arguments.trials, "workers": arguments.workers, "max_hours": arguments.max_hours}
+    changes = {"trials": arguments.trials, "workers": arguments.workers, "max_hours": arguments.max_hours, "max_updates": arguments.max_updates}
+    changes |= {"require": arguments.require, "reproducible": arguments.reproducible or None}
     wanted = config.replace(wanted, **{name: value for name, value in changes.items() if value is not None})
     outcome = run_search(
         wanted,
@@ -207,7 +228,61 @@ def _search(arguments: argparse.Namespace) -> int:
     return 0 if outcome.finished and outcome.ok else 1
 
 
-def _prepare_base(base: config.BaseConfig, cache: Path) -> None:
+def _status(arguments: argparse.Namespace) -> int:
+    import dataclasses
+    import json
+    import time
+
+    from mitigate.search import status
+
+    study = _study(arguments)
+    if arguments.watch is not None and arguments.watch <= 0:
+        raise ConfigError(f"--watch must be above 0 seconds, got {arguments.watch:g}")
+    while True:
+        found = status.read_status(study)
+        print(json.dumps(dataclasses.asdict(found)) if arguments.json else "\n".join(status.lines(found)), flush=True)
+        if arguments.watch is None or not found.alive:
+            return 0
+        time.sleep(arguments.watch)
+
+
+def _verify_study(arguments: argparse.Namespace) -> int:
+    from mitigate.search.verify import verify_study
+
+    found = verify_study(_study(arguments))
+    for line in found.differences:
+        print(line)
+    summary = f"{found.proposals} proposals and {found.promotions} promotions derived again: "
+    print(summary + (f"{len(found.differences)} differ" if found.differences else "all as recorded"))
+    return 1 if found.differences else 0
+
+
+def _rescore(arguments: argparse.Namespace) -> int:
+    from mitigate import rescored
+    from mitigate.files import write_atomic
+    from mitigate.report import rescoring
+    from mitigate.search.rescore import rescore
+
+    study = _study(arguments)
+    rescore(
+        study,
+        cache=arguments.cache,
+        seeds=arguments.seeds,
+        trials=arguments.trial,
+        workers=arguments.workers,
+        address=arguments.address,
+        inline=arguments.inline,
+        prepare=lambda wanted: _prepare_base(wanted.trial.base, arguments.cache),
+    )
+    found = rescored.read(study)
+    write_atomic(study / rescored.FILE, rescored.csv_of(found))
+    print(rescoring.text(found))
+    print(f"table: {study / rescored.FILE}")
+    return 0
+
+
+def _prepare_base(base: config.BaseConfig, cache: Path) -> dict[str, bytes]:
+    """Train the base unless it is there; its files by their path in the cache."""
     import torch
 
     from mitigate import bases
@@ -238,6 +313,7 @@ def _trial(arguments: argparse.Namespace) -> int:
     registry.check(wanted.variant, layers=wanted.base.layers)
     label = registry.describe(wanted.variant)
     identity = config.content_hash(wanted)
+    return bases.files(base, cache)
     out: Path = arguments.out or arguments.results / "trials" / f"{label.replace(' ', '_')}-{identity[:8]}"
 
     def run() -> Row:
@@ -298,7 +374,7 @@ def _score_tiny(arguments: argparse.Namespace, variant: config.VariantConfig, sw
     import torch
 
     from mitigate.export import bundle
-    from mitigate.trial import run_trial, score_trained
+    from mitigate.trial import run_trial, score_trained, with_cost
 
     if arguments.bundle is not None:
         trained = bundle.read_config(arguments.bundle)
@@ -318,7 +394,8 @@ def _score_tiny(arguments: argparse.Namespace, variant: config.VariantConfig, sw
             torch.set_num_threads(arguments.threads)
         if arguments.bundle is None:
             return run_trial(wanted, label=label, cache=arguments.cache, log=print)
-        row = score_trained(bundle.load(arguments.bundle), wanted, label=label, cache=arguments.cache, log=print)
+        attached = bundle.load(arguments.bundle)
+        row = with_cost(score_trained(attached, wanted, label=label, log=print), attached, wanted, cache=arguments.cache)
         return row.model_copy(update={"base_sha256": weights()})
 
     def weights() -> str:

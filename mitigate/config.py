@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import itertools
 import json
 import tomllib
 from pathlib import Path
@@ -357,20 +358,209 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TextConfig:
+    """Local text: what a pretrained model is fine-tuned on, and a held-out part on which its perplexity is measured.
+
+    Args:
+        path: a UTF-8 text file, or a folder written by `save_to_disk` of the `datasets` library.
+        separator: in a file, what parts one document from the next. A file without it is one document.
+        column, split: of a `datasets` folder, the column that holds the text, and the split where there are several.
+        held_out: share of the documents that is never trained on (of a single document, its last part).
+        length: tokens of a held-out window, the BOS in front included.
+        windows: held-out windows that are scored, spread evenly over the held-out tokens; fewer where these are few.
+    """
+
+    path: str
+    separator: str = "\f"
+    column: str = "text"
+    split: str | None = None
+    held_out: float = 0.1
+    length: int = 512
+    windows: int = 16
+
+    def __post_init__(self) -> None:
+        _require(bool(self.path), "TextConfig.path", "a file or a folder", self.path)
+        _require(bool(self.separator), "TextConfig.separator", "at least one character", self.separator)
+        _require(0 < self.held_out < 1, "TextConfig.held_out", "above 0 and below 1", self.held_out)
+        _require(self.length >= 2, "TextConfig.length", "at least 2", self.length)
+        _require(self.windows >= 1, "TextConfig.windows", "at least 1", self.windows)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TuneConfig:
+    """How a pretrained model is fine-tuned with a variant attached: AdamW on text and on retrieval prompts, an update of one or the other.
+
+    Args:
+        what: what is trained: "compressor"; "attention" (the compressor and the q, k, v and o projections); "all" (every weight).
+        updates: optimizer steps of the schedule.
+        minutes: budget of training time; whichever of updates and minutes ends first sets the schedule's pace. None for no limit.
+        batch, accumulate: sequences of a forward pass, and passes of an update.
+        length: tokens of a text sequence, the BOS in front included.
+        positions: positions of a text sequence whose next token is asked for, drawn for each update; 0 for all of them.
+        retrieval: share of the updates that are of retrieval prompts; the others are of text.
+        compressor_rate, model_rate: peak learning rates of the compressor and of the model's own weights.
+        gate_bias_rate: multiplies the compressor's rate for gate biases, as in `TrainConfig`.
+        warmup: updates until the peak; linear decay to `final_rate` times the peak after that.
+        weight_decay: of all but gate biases. clip: largest norm of the gradient.
+        text_loss, answer_loss: weights of the cross-entropy of the text's next tokens and of the answers.
+        distill: weight of KL(full attention || variant) over the same positions, from the same base with its own attention, untrained. temperature: of both.
+        checkpoint_every: updates between checkpoints. watch_every: updates between small sweeps while training, 0 for none; watch_prompts: their prompts.
+        recompute: recompute activations in the backward pass, which saves memory and takes more time.
+    """
+
+    what: Literal["compressor", "attention", "all"] = "compressor"
+    updates: int = 1000
+    minutes: float | None = None
+    batch: int = 2
+    accumulate: int = 1
+    length: int = 256
+    positions: int = 96
+    retrieval: float = 0.5
+    compressor_rate: float = 2e-3
+    model_rate: float = 2e-5
+    gate_bias_rate: float = 30.0
+    warmup: int = 20
+    final_rate: float = 0.0
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    text_loss: float = 0.0
+    answer_loss: float = 1.0
+    distill: float = 1.0
+    temperature: float = 1.0
+    checkpoint_every: int = 50
+    watch_every: int = 0
+    watch_prompts: int = 2
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("updates", "batch", "accumulate", "checkpoint_every"):
+            _require(getattr(self, name) >= 1, f"TuneConfig.{name}", "at least 1", getattr(self, name))
+        for name in ("length", "watch_prompts"):
+            _require(getattr(self, name) >= 2, f"TuneConfig.{name}", "at least 2", getattr(self, name))
+        for name in ("positions", "gate_bias_rate", "warmup", "weight_decay", "text_loss", "answer_loss", "distill", "watch_every"):
+            _require(getattr(self, name) >= 0, f"TuneConfig.{name}", "at least 0", getattr(self, name))
+        for name in ("compressor_rate", "model_rate", "clip", "temperature"):
+            _require(getattr(self, name) > 0, f"TuneConfig.{name}", "above 0", getattr(self, name))
+        for name in ("retrieval", "final_rate"):
+            _require(0 <= getattr(self, name) <= 1, f"TuneConfig.{name}", "between 0 and 1", getattr(self, name))
+        _require(self.minutes is None or self.minutes > 0, "TuneConfig.minutes", "above 0", self.minutes)
+        text, answers = self.text_loss + self.distill, self.answer_loss + self.distill
+        _require(text > 0 or self.retrieval == 1, "TuneConfig.text_loss", "above 0 while text is trained on without distillation", self.text_loss)
+        _require(answers > 0 or self.retrieval == 0, "TuneConfig.answer_loss", "above 0 while retrieval is trained on without distillation", self.answer_loss)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class FineTuneConfig:
+    """A pretrained model fine-tuned with a variant attached, and scored with its own attention, before and after.
+
+    Args:
+        model, revision, dtype: as in `EvaluationConfig`.
+        variant: must compress. Its gates are drawn with `seed`; a coverage loss is added with its weight.
+        words: the retrieval task, of the training prompts and of the sweeps. text: what else it is trained on.
+        score, cost: of the sweeps and of the cost measurement.
+        prompt, new_tokens: what each model continues for the record, and by how many tokens at most.
+        chat: the prompt is a user's turn of the tokenizer's chat template.
+        seed: of gates and of the training data; the sweep's prompts have their own.
+    """
+
+    model: str
+    text: TextConfig
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    variant: VariantConfig = dataclasses.field(default_factory=VariantConfig)
+    words: WordsConfig = dataclasses.field(default_factory=WordsConfig)
+    train: TuneConfig = dataclasses.field(default_factory=TuneConfig)
+    score: ScoreConfig = dataclasses.field(default_factory=lambda: ScoreConfig(prompts=24))
+    cost: CostConfig = dataclasses.field(default_factory=lambda: CostConfig(context=1024, batch=1, repeats=4))
+    prompt: str = "The capital of France is"
+    new_tokens: int = 24
+    chat: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.seed >= 0, "FineTuneConfig.seed", "at least 0", self.seed)
+        _require(self.new_tokens >= 1, "FineTuneConfig.new_tokens", "at least 1", self.new_tokens)
+        _require(bool(self.prompt), "FineTuneConfig.prompt", "at least one character", self.prompt)
+        _require(self.variant.compress, "FineTuneConfig.variant.compress", "true: there is nothing to train for full attention", self.variant.compress)
+        window, length = self.variant.window, self.train.length
+        _require(length > window, "TuneConfig.length", f"above the window ({window}): nothing shorter is compressed", length)
+        plain = self.dtype == "float32" or self.train.what == "compressor"
+        _require(plain, "FineTuneConfig.dtype", "float32 while the model's own weights are trained, whose small steps are lost in fewer bits", self.dtype)
+        _check_period(self.variant, self.score)
+        _check_filler("WordsConfig", self.words.filler, self.words.filler_in_sequence, self.score)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class RungsConfig:
+    """Cheaper looks at a trial before it gets its whole budget (successive halving). Anchors skip them.
+
+    Args:
+        updates: fine-tuning updates after which a trial pauses and is scored, rising, all below `trial.train.updates`; none for no rungs.
+        prompts: logical prompts of the sweep at each rung; `trial.score.prompts` where left out.
+        eta: of the trials of a bracket that reach a rung, the best 1/eta go on.
+        bracket: trials that are compared with each other.
+    """
+
+    updates: tuple[int, ...] = ()
+    prompts: tuple[int, ...] = ()
+    eta: int = 3
+    bracket: int = 9
+
+    def __post_init__(self) -> None:
+        rising = all(a < b for a, b in itertools.pairwise((0, *self.updates)))
+        _require(rising, "RungsConfig.updates", "rising, from at least 1", list(self.updates))
+        as_long = len(self.prompts) in (0, len(self.updates))
+        _require(as_long, "RungsConfig.prompts", f"one number for each of the {len(self.updates)} rungs, or left out", list(self.prompts))
+        _require(all(count >= 2 for count in self.prompts), "RungsConfig.prompts", "at least 2 each (cross-fitting halves them)", list(self.prompts))
+        _require(self.eta >= 2, "RungsConfig.eta", "at least 2", self.eta)
+        _require(self.bracket >= self.eta, "RungsConfig.bracket", f"at least eta ({self.eta})", self.bracket)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ResourcesConfig:
+    """What one running trial takes from a Ray cluster.
+
+    Args:
+        cpus: CPU cores, and torch threads.
+        gpus: GPUs; a fraction shares one. 0 hides every GPU from the trial.
+        memory_gib: GiB of memory that must be free to start; not a limit once it runs. None for no demand.
+    """
+
+    cpus: int = 1
+    gpus: float = 0.0
+    memory_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.cpus >= 1, "ResourcesConfig.cpus", "at least 1", self.cpus)
+        _require(self.gpus >= 0, "ResourcesConfig.gpus", "at least 0", self.gpus)
+        _require(self.gpus <= 1 or self.gpus == int(self.gpus), "ResourcesConfig.gpus", "a fraction of one GPU or a whole number", self.gpus)
+        _require(self.memory_gib is None or self.memory_gib > 0, "ResourcesConfig.memory_gib", "above 0", self.memory_gib)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class SearchConfig:
     """A search: anchors first, then `trials` in all, proposed by the sampler over `space`.
 
     Args:
         name: folder under `results/`.
-        trials: total number of trials, anchors and failures counted.
-        workers: trials that run at once, one CPU core each.
+        trials: total number of trials; anchors, failures and trials stopped at a rung counted.
+        workers: trials that run at once.
         seed: seeds the sampler; trial seeds are `trial.seed`.
         anchors: variant presets that run first, in this order.
         space: choices of each searched parameter (see `mitigate.search.space`).
         sampler: "tpe" or "random".
-        max_hours: stop proposing after this many hours of search, None for no limit.
-        trial_timeout_s: a trial that runs longer becomes infeasible.
+        require: what a trial must meet, such as "kv_kept <= 0.15" (see `mitigate.requirements`). A variant whose KV bytes break one is never proposed; a
+            finished trial that breaks one is kept, and the sampler is told by how much.
+        reproducible: the same proposals whatever the workers' timing. Each waits for a fixed set of earlier trials, and the sampler does not see throughput,
+            which is never measured twice the same.
+        lag: while `reproducible` and without rungs, trial n knows the trials up to n - lag; at least `workers` keeps all of them busy. With rungs, a trial
+            knows its anchors and the brackets up to the last but one.
+        max_hours: stop proposing after this many hours of one call, None for no limit.
+        max_updates: stop proposing once the trials have done this many fine-tuning updates together, None for no limit.
+        trial_timeout_s: a stage of a trial (training and scoring up to a rung, or measuring costs) that runs longer makes it infeasible.
         max_consecutive_failures: stop the search, with the first error, after so many in a row.
+        rungs: cheaper looks at a trial before it gets its whole budget.
+        resources: what one trial takes.
         trial: the template of every trial; its variant is replaced.
     """
 
@@ -381,9 +571,15 @@ class SearchConfig:
     anchors: tuple[str, ...] = ("full", "w8s8")
     space: dict[str, tuple[str | int | float, ...]] = dataclasses.field(default_factory=dict)
     sampler: Literal["tpe", "random"] = "tpe"
+    require: tuple[str, ...] = ()
+    reproducible: bool = False
+    lag: int = 4
     max_hours: float | None = None
+    max_updates: int | None = None
     trial_timeout_s: float = 1800.0
     max_consecutive_failures: int = 5
+    rungs: RungsConfig = dataclasses.field(default_factory=RungsConfig)
+    resources: ResourcesConfig = dataclasses.field(default_factory=ResourcesConfig)
     trial: TrialConfig = dataclasses.field(default_factory=TrialConfig)
 
     def __post_init__(self) -> None:
@@ -392,17 +588,53 @@ class SearchConfig:
         _require(self.trials >= 1, "SearchConfig.trials", "at least 1", self.trials)
         _require(self.workers >= 1, "SearchConfig.workers", "at least 1", self.workers)
         _require(self.seed >= 0, "SearchConfig.seed", "at least 0", self.seed)
+        _require(self.lag >= 1, "SearchConfig.lag", "at least 1", self.lag)
         _require(len(set(self.anchors)) == len(self.anchors), "SearchConfig.anchors", "distinct", list(self.anchors))
+        _require(len(set(self.require)) == len(self.require), "SearchConfig.require", "distinct", list(self.require))
         for key, choices in self.space.items():
             _require(len(choices) >= 1, f"SearchConfig.space.{key}", "a list of at least one choice", list(choices))
             _require(len(set(choices)) == len(choices), f"SearchConfig.space.{key}", "distinct choices", list(choices))
         _require(self.max_hours is None or self.max_hours > 0, "SearchConfig.max_hours", "above 0", self.max_hours)
+        _require(self.max_updates is None or self.max_updates > 0, "SearchConfig.max_updates", "above 0", self.max_updates)
         _require(self.trial_timeout_s > 0, "SearchConfig.trial_timeout_s", "above 0", self.trial_timeout_s)
         _require(self.max_consecutive_failures >= 1, "SearchConfig.max_consecutive_failures", "at least 1", self.max_consecutive_failures)
+        whole = self.trial.train.updates
+        _require(
+            not self.rungs.updates or self.rungs.updates[-1] < whole, "RungsConfig.updates", f"below TrainConfig.updates ({whole})", list(self.rungs.updates)
+        )
 
 
-Config = VariantConfig | TaskConfig | WordsConfig | BaseConfig | TrainConfig | ScoreConfig | CostConfig | TrialConfig | EvaluationConfig | SearchConfig
-C = TypeVar("C", VariantConfig, TaskConfig, WordsConfig, BaseConfig, TrainConfig, ScoreConfig, CostConfig, TrialConfig, EvaluationConfig, SearchConfig)
+Config = (
+    VariantConfig
+    | TaskConfig
+    | WordsConfig
+    | BaseConfig
+    | TrainConfig
+    | ScoreConfig
+    | CostConfig
+    | TrialConfig
+    | EvaluationConfig
+    | TextConfig
+    | TuneConfig
+    | FineTuneConfig
+    | SearchConfig
+)
+C = TypeVar(
+    "C",
+    VariantConfig,
+    TaskConfig,
+    WordsConfig,
+    BaseConfig,
+    TrainConfig,
+    ScoreConfig,
+    CostConfig,
+    TrialConfig,
+    EvaluationConfig,
+    TextConfig,
+    TuneConfig,
+    FineTuneConfig,
+    SearchConfig,
+)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -523,6 +755,12 @@ def load_trial(path: Path) -> TrialConfig:
     if "trials" in data or "space" in data:
         return load_search(path).trial
     return from_dict(TrialConfig, _resolve_names(data))
+
+
+def load_fine_tune(path: Path, *, model: str | None = None) -> FineTuneConfig:
+    """A FineTuneConfig from TOML, with `model` instead of its own if given. Relative paths in it are looked for from the current folder."""
+    data = read_toml(path)
+    return from_dict(FineTuneConfig, _resolve_names(data) | ({} if model is None else {"model": model}))
 
 
 def load_search(path: Path) -> SearchConfig:

@@ -58,7 +58,15 @@ def intervals(row: Row) -> tuple[Interval, Interval, Interval, Interval] | None:
     """
     if row.status != "ok" or row.cost is None or row.mean_accuracy is None or row.a_min is None:
         return None
-    kv, means = row.cost.kv_bytes_per_token, [score.mean for score in row.scores]
+    kv = row.cost.kv_bytes_per_token
+    return Interval(value=kv, low=kv, high=kv), row.cost.throughput_ratio, *accuracy_intervals(row)
+
+
+def accuracy_intervals(row: Row) -> tuple[Interval, Interval]:
+    """Mean accuracy and A_min of a scored row with their intervals; see `intervals`. ValueError for a row without scores."""
+    if row.mean_accuracy is None or row.a_min is None:
+        raise ValueError(f"accuracy_intervals: trial {row.trial} ({row.status}) has no scores")
+    means = [score.mean for score in row.scores]
     mean = Interval(
         value=row.mean_accuracy,
         low=sum(m.low for m in means) / len(means) if means else row.mean_accuracy,
@@ -66,7 +74,7 @@ def intervals(row: Row) -> tuple[Interval, Interval, Interval, Interval] | None:
     )
     low = row.a_min if row.a_min_low is None else row.a_min_low
     high = row.a_min if row.a_min_high is None else row.a_min_high
-    return Interval(value=kv, low=kv, high=kv), row.cost.throughput_ratio, mean, Interval(value=row.a_min, low=low, high=high)
+    return mean, Interval(value=row.a_min, low=low, high=high)
 
 
 def non_dominated(points: Array, maximise: Sequence[bool] = MAXIMISE) -> NDArray[np.bool_]:
@@ -74,6 +82,11 @@ def non_dominated(points: Array, maximise: Sequence[bool] = MAXIMISE) -> NDArray
     if len(points) == 0:
         return np.zeros(0, dtype=bool)
     return np.asarray(moocore.is_nondominated(points, maximise=list(maximise)), dtype=bool)
+
+
+def weakly_non_dominated(points: Array, maximise: Sequence[bool] = MAXIMISE) -> NDArray[np.bool_]:
+    """As `non_dominated`, but of equal points all are kept."""
+    return np.asarray(moocore.is_nondominated(points, maximise=list(maximise), keep_weakly=True), dtype=bool)
 
 
 def front(rows: Sequence[Row]) -> list[Row]:
@@ -121,7 +134,7 @@ def front_probability(rows: Sequence[Row], draws: int = 400, seed: int = 0) -> A
     for _ in range(draws):
         sample = value + scale * rng.standard_normal(value.shape)
         sample[:, 2:] = sample[:, 2:].clip(0, 1)
-        hits += np.asarray(moocore.is_nondominated(sample, maximise=list(MAXIMISE), keep_weakly=True))
+        hits += weakly_non_dominated(sample)
     probability[finished] = hits / draws
     return probability
 

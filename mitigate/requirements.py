@@ -31,6 +31,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
 }
+_BARELY = 1e-9  # a strict bound that is just met
 _FORM = re.compile(r"\s*([\w.]+)\s*(<=|>=|==|!=|<|>|=)\s*(\S+?)\s*(%?)\s*")
 
 
@@ -44,6 +45,10 @@ class Requirement:
 
     def __str__(self) -> str:
         return f"{self.column} {self.operator} {self.value:g}"
+
+    def holds(self, value: float) -> bool:
+        """Whether a number meets it."""
+        return _OPERATORS[self.operator](value, self.value)
 
 
 def parse(text: str) -> Requirement:
@@ -74,6 +79,28 @@ def column_of(name: str, rows: Sequence[Row], *, option: str = "--require") -> s
         ConfigError: no finished row has it, or several columns end in `name`.
     """
     known = sorted({key for row in rows if row.status == "ok" for key, value in row.to_record().items() if _is_number(value)})
+    return _among(name, known, option)
+
+
+def planned_column(name: str, *, option: str = "--require") -> str:
+    """The full name of a numeric column of the table that a study will have, before it has rows. ConfigError as for `column_of`."""
+    from mitigate import results  # imports pyarrow
+
+    known = sorted(key for key, kind in results.columns().items() if str(kind) in ("int64", "double") and not key.startswith("config."))
+    return _among(name, known, option)
+
+
+def violation(row: Row, wanted: Requirement) -> float:
+    """By how much a finished row breaks a requirement, in the column's unit: 0 or less if it does not; 1 if the row has no such number."""
+    value = value_of(row, planned_column(wanted.column))
+    if value is None:
+        return 1.0
+    signed = {"<=": value - wanted.value, "<": value - wanted.value, ">=": wanted.value - value, ">": wanted.value - value}
+    amount = signed.get(wanted.operator, abs(value - wanted.value) if wanted.operator == "==" else 0.0)
+    return min(amount, 0.0) if wanted.holds(value) else max(amount, _BARELY)
+
+
+def _among(name: str, known: list[str], option: str) -> str:
     if name in known:
         return name
     if SHORT.get(name) in known:

@@ -121,7 +121,20 @@ def random_siblings(study_dir: Path, config: dict[str, Any]) -> list[Path]:
     return found
 
 
-_NOT_OF_A_TRIAL = ("name", "sampler", "seed", "trials", "workers", "max_hours", "trial_timeout_s", "max_consecutive_failures")
+_NOT_OF_A_TRIAL = (
+    "name",
+    "sampler",
+    "seed",
+    "trials",
+    "workers",
+    "max_hours",
+    "max_updates",
+    "trial_timeout_s",
+    "max_consecutive_failures",
+    "resources",
+    "reproducible",
+    "lag",
+)
 
 
 def write_tables(study_dir: Path, rows: Sequence[Row]) -> list[Path]:

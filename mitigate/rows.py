@@ -115,10 +115,14 @@ class Error(_Record):
 
 
 class Row(_Record):
-    """Everything a trial has to say. `status` is "ok" (metrics and cost set) or "infeasible" (error set)."""
+    """Everything a trial has to say.
+
+    `status` is "ok" (metrics set, and cost but for a model that is only re-scored), "stopped" (at a rung of a search: metrics of a shorter fine-tune and a
+    smaller sweep, no cost) or "infeasible" (error set).
+    """
 
     schema_version: int = SCHEMA_VERSION
-    status: Literal["ok", "infeasible"]
+    status: Literal["ok", "stopped", "infeasible"]
     label: str  # preset name, or a short description of the variant
     trial: int | None = None  # number in the study; None outside a search
     anchor: bool = False
@@ -129,6 +133,7 @@ class Row(_Record):
     versions: dict[str, str]
     device: str
     backend: str  # kernels that really ran
+    rung: int | None = None  # of a search with rungs: the last one scored, from 0; None where there are none
     updates: int = 0
     tokens: int = 0  # fine-tuning tokens
     final_loss: float | None = None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +15,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from mitigate import registry
-from mitigate.config import TaskConfig, TrainConfig, VariantConfig, WorkFailed
+from mitigate.config import TaskConfig, TrainConfig, VariantConfig, WorkFailed, content_hash
+from mitigate.files import write_atomic
 from mitigate.readout import logits_at
 from mitigate.surgery import Attachment
 from mitigate.tasks import retrieval
+
+CHECKPOINT_EVERY = 100  # updates: some seconds on one core; a checkpoint of a tiny base is about 1 MB
 
 
 class Diverged(WorkFailed):
@@ -24,7 +30,7 @@ class Diverged(WorkFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What fine-tuning did: `updates` steps over `tokens` tokens; `loss` is the mean cross-entropy (nats) of the last tenth."""
+    """What fine-tuning did, pauses included: `updates` steps over `tokens` tokens; `loss` is the mean cross-entropy (nats) of the last tenth."""
 
     updates: int
     tokens: int
@@ -38,11 +44,23 @@ def linear_schedule(step: int, *, updates: int, warmup: int) -> float:
     return 1 - (step - warmup) / max(updates - warmup, 1)
 
 
-def fine_tune(attached: Attachment, task: TaskConfig, config: TrainConfig, *, seed: int, on_update: Callable[[int, float], None] | None = None) -> Trained:
+def fine_tune(
+    attached: Attachment,
+    task: TaskConfig,
+    config: TrainConfig,
+    *,
+    seed: int,
+    until: int | None = None,
+    checkpoint: Path | None = None,
+    on_update: Callable[[int, float], None] | None = None,
+) -> Trained:
     """Train every weight of the model and of its compressors on the names of the queries, half of the batches under each padding protocol.
 
     Args:
         attached: the model with its variant; the variant's coverage loss is added with its weight, for K heads and V heads apart.
+        until: pause after so many updates of the schedule; None for all of them.
+        checkpoint: file to go on from, if it is there, and to leave the state in: at the end and every `CHECKPOINT_EVERY` updates. On one machine and
+            one number of threads, going on gives bit for bit what training in one go gives. A file of another run is not looked at.
         on_update: called with the number of updates done and the loss (nats).
 
     Raises:
@@ -52,30 +70,71 @@ def fine_tune(attached: Attachment, task: TaskConfig, config: TrainConfig, *, se
     parameters = [*model.parameters(), *attached.compressors.parameters()]
     optimizer = torch.optim.AdamW(_groups(attached, config), betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: linear_schedule(step, updates=config.updates, warmup=config.warmup))
-    rng = np.random.default_rng(seed)
-    losses, tokens = [], 0
+    identity = " ".join([*(content_hash(part) for part in (variant, task, config)), str(seed)])
+    run = _Run(attached, optimizer, schedule, np.random.default_rng(seed), identity=identity)
+    if checkpoint is not None:
+        run.read(checkpoint)
+    device = model.device
     model.train()
     attached.collect_gates(variant.coverage_weight > 0)
-    for step in range(config.updates):
-        prompts = retrieval.training_batch(task, rng, config.batch, "outer" if step % 2 == 0 else "in_sequence")
-        logits = logits_at(attached, torch.from_numpy(prompts.tokens), torch.from_numpy(prompts.answer_from.ravel()))
-        loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(prompts.gold).flatten())
+    for step in range(run.done, config.updates if until is None else min(until, config.updates)):
+        prompts = retrieval.training_batch(task, run.rng, config.batch, "outer" if step % 2 == 0 else "in_sequence")
+        logits = logits_at(attached, torch.from_numpy(prompts.tokens).to(device), torch.from_numpy(prompts.answer_from.ravel()).to(device))
+        loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(prompts.gold).flatten().to(device))
         total = loss + coverage_loss(attached, variant) if variant.coverage_weight > 0 else loss
         optimizer.zero_grad(set_to_none=True)
         total.backward()
         nn.utils.clip_grad_norm_(parameters, config.clip)
         optimizer.step()
         schedule.step()
-        losses.append(float(loss.detach()))
-        tokens += prompts.tokens.size
-        if not np.isfinite(losses[-1]):
-            raise Diverged(f"fine_tune: the loss is {losses[-1]} after {step + 1} updates")
+        run.losses.append(float(loss.detach()))
+        run.tokens += prompts.tokens.size
+        if not np.isfinite(run.losses[-1]):
+            raise Diverged(f"fine_tune: the loss is {run.losses[-1]} after {step + 1} updates")
+        if checkpoint is not None and run.done % CHECKPOINT_EVERY == 0:
+            run.write(checkpoint)
         if on_update is not None:
-            on_update(step + 1, losses[-1])
+            on_update(step + 1, run.losses[-1])
+    if checkpoint is not None:
+        run.write(checkpoint)
     attached.collect_gates(False)
     model.eval()
-    last = losses[-max(len(losses) // 10, 1) :]
-    return Trained(updates=config.updates, tokens=tokens, loss=float(np.mean(last)) if last else None)
+    last = run.losses[-max(len(run.losses) // 10, 1) :]
+    return Trained(updates=run.done, tokens=run.tokens, loss=float(np.mean(last)) if last else None)
+
+
+class _Run:
+    """Everything that a fine-tune continues from."""
+
+    def __init__(self, attached: Attachment, optimizer: torch.optim.Optimizer, schedule: Any, rng: np.random.Generator, *, identity: str) -> None:
+        self._parts = {"model": attached.model, "compressors": attached.compressors, "optimizer": optimizer, "schedule": schedule}
+        self._identity = identity
+        self.rng, self.losses, self.tokens = rng, list[float](), 0
+
+    @property
+    def done(self) -> int:
+        """Updates so far."""
+        return len(self.losses)
+
+    def write(self, path: Path) -> None:
+        """Whole or not at all."""
+        state = {name: part.state_dict() for name, part in self._parts.items()}
+        stream = io.BytesIO()
+        torch.save({"identity": self._identity, "losses": self.losses, "tokens": self.tokens, "rng": self.rng.bit_generator.state} | state, stream)
+        write_atomic(path, stream.getvalue())
+
+    def read(self, path: Path) -> None:
+        """Go on from a file; one that is missing, damaged or of another run changes nothing."""
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
+            return
+        if state.get("identity") != self._identity:
+            return
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        self.losses, self.tokens = list(state["losses"]), int(state["tokens"])
+        self.rng.bit_generator.state = state["rng"]
 
 
 def _groups(attached: Attachment, config: TrainConfig) -> list[dict[str, Any]]:

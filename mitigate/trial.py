@@ -1,7 +1,9 @@
-"""One config in, one Row out: load the base, attach the variant, fine-tune, score, measure, store the weights. Knows no Ray and no Optuna."""
+"""One config in, one Row out: load the base, attach the variant, fine-tune, score, measure, store the weights; in one go, or stage by stage for a search.
+Knows no Ray and no Optuna."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import platform
 import time
@@ -14,15 +16,16 @@ from filelock import FileLock
 from safetensors.torch import load_file, save
 
 from mitigate import bases, cost, registry, score, train
-from mitigate.config import TrialConfig, content_hash, to_dict
+from mitigate.config import ScoreConfig, TaskConfig, TrialConfig, content_hash, to_dict
 from mitigate.files import write_atomic
 from mitigate.outcomes import OUTCOMES_FILE, Answers, pack
 from mitigate.rows import ProtocolScore, Row, installed_versions, worst_of
+from mitigate.stage import Stage
 from mitigate.surgery import BACKEND, Attachment, attach
 from mitigate.tasks import retrieval
 from mitigate.tasks.placement import Protocol
 
-MODEL_FILE, COMPRESSOR_FILE = "model.safetensors", "compressor.safetensors"
+MODEL_FILE, COMPRESSOR_FILE, CHECKPOINT_FILE = "model.safetensors", "compressor.safetensors", "checkpoint.pt"
 
 
 def run_trial(
@@ -49,46 +52,106 @@ def run_trial(
         ConfigError: the variant names an unknown strategy.
         BaseNotLearned, Diverged: training went wrong. Anything else is a bug; callers that must go on turn it into a Row themselves.
     """
+    cache = cache or Path("cache")
+    attached, row = _train_and_score(config, Stage(), label=label, trial=trial, anchor=anchor, out=out, cache=cache, log=log, checkpoint=None)
+    with attached:
+        return with_cost(row, attached, config, cache=cache)
+
+
+def run_stage(
+    config: TrialConfig,
+    *,
+    stage: Stage,
+    out: Path,
+    label: str = "",
+    trial: int | None = None,
+    anchor: bool = False,
+    cache: Path | None = None,
+    log: Callable[[str], None] = lambda line: None,
+) -> Row:
+    """One step of a trial of a search; see `Stage`. All steps together give what `run_trial` gives, on one machine bit for bit.
+
+    Args:
+        out: the trial's folder. A score stage goes on from the checkpoint that it finds there and leaves one; the last one leaves the weights.
+
+    Returns:
+        After a score stage the Row without cost, after the cost stage the whole Row. Updates and seconds are those of all stages so far; what an execution
+        that was cut short did is not in them.
+    """
+    cache = cache or Path("cache")
+    if stage.kind == "cost":
+        row = Row.from_json((out / stage.scored_file).read_text(encoding="utf-8"))
+        with _trained(config, out, stage.device) as attached:
+            return with_cost(row, attached, config, cache=cache)
+    attached, row = _train_and_score(config, stage, label=label, trial=trial, anchor=anchor, out=out, cache=cache, log=log, checkpoint=out / CHECKPOINT_FILE)
+    attached.detach()
+    before = out / dataclasses.replace(stage, rung=stage.rung - 1).scored_file
+    if not before.is_file():
+        return row
+    earlier = Row.from_json(before.read_text(encoding="utf-8"))
+    return row.model_copy(update={name: getattr(row, name) + getattr(earlier, name) for name in ("wall_s", "base_s", "train_s", "score_s")})
+
+
+def _train_and_score(
+    config: TrialConfig,
+    stage: Stage,
+    *,
+    label: str,
+    trial: int | None,
+    anchor: bool,
+    out: Path | None,
+    cache: Path,
+    log: Callable[[str], None],
+    checkpoint: Path | None,
+) -> tuple[Attachment, Row]:
+    """The trained model, attached, and its Row without cost."""
     marks = [time.perf_counter()]
     registry.check(config.variant, layers=config.base.layers)
-    cache = cache or Path("cache")
     base = bases.load(config.base, cache, log=log)
     marks.append(time.perf_counter())
     torch.manual_seed(config.seed)
-    with attach(base.model, config.variant) as attached:
-        trained = train.fine_tune(attached, config.task, config.train, seed=config.seed, on_update=_reporter(config, log))
+    attached = attach(base.model.to(stage.device), config.variant)  # type: ignore[arg-type]
+    try:
+        trained = train.fine_tune(
+            attached, config.task, config.train, seed=config.seed, until=stage.updates, checkpoint=checkpoint, on_update=_reporter(config, log)
+        )
         marks.append(time.perf_counter())
-        row = score_trained(attached, config, label=label, out=out, cache=cache, log=log)
-        if out is not None:
+        whole = stage.updates is None or stage.updates >= config.train.updates
+        row = score_trained(attached, config, prompts=stage.prompts, label=label, out=out if whole else None, log=log)
+        if out is not None and whole:
             store_weights(attached, out)
+    except BaseException:
+        attached.detach()
+        raise
     base_s, train_s = (after - before for before, after in itertools.pairwise(marks))
     done: dict[str, Any] = {"trial": trial, "anchor": anchor, "base_sha256": base.sha256}
-    done |= {"updates": trained.updates, "tokens": trained.tokens, "final_loss": trained.loss}
-    return row.model_copy(update=done | {"base_s": base_s, "train_s": train_s, "wall_s": time.perf_counter() - marks[0]})
+    done |= {"rung": None if stage.updates is None else stage.rung, "updates": trained.updates, "tokens": trained.tokens, "final_loss": trained.loss}
+    return attached, row.model_copy(update=done | {"base_s": base_s, "train_s": train_s, "wall_s": time.perf_counter() - marks[0]})
 
 
 def score_trained(
     attached: Attachment,
     config: TrialConfig,
     *,
+    prompts: int | None = None,
     label: str = "",
     out: Path | None = None,
-    cache: Path | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> Row:
-    """Phase sweeps and cost of a model that was trained under `config`: the Row of a trial, less what only training can say."""
-    marks = [time.perf_counter()]
-    swept = {protocol: _sweep(attached, config, protocol, log) for protocol in config.score.protocols}
+    """Phase sweeps of a model that was trained under `config`: the Row of a trial, less its cost and what only training can say.
+
+    Args:
+        prompts: logical prompts; the config's if None.
+        out: folder for each query's outcome; None keeps none.
+    """
+    started = time.perf_counter()
+    settings = config.score if prompts is None else dataclasses.replace(config.score, prompts=prompts)
+    swept = {protocol: _sweep(attached, config.task, settings, protocol, log) for protocol in settings.protocols}
     scores = [scored for scored, _ in swept.values()]
     if out is not None:
         write_atomic(out / OUTCOMES_FILE, pack({protocol: answers for protocol, (_, answers) in swept.items()}))
-    marks.append(time.perf_counter())
-    lock = (cache or Path("cache")) / "bench.lock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(lock):  # two workers of a machine do not measure at once
-        measured = cost.measure(attached, config.cost, seed=config.seed)
-    marks.append(time.perf_counter())
-    score_s, cost_s = (after - before for before, after in itertools.pairwise(marks))
+    score_s = time.perf_counter() - started
+    device = attached.model.device
     return Row(
         status="ok",
         label=label or registry.describe(config.variant),
@@ -96,21 +159,34 @@ def score_trained(
         config_sha256=content_hash(config),
         seed=config.seed,
         versions=installed_versions(),
-        device=f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)",
+        device=device_name(device),
         backend=BACKEND if config.variant.compress else "transformers-sdpa",
-        wall_s=marks[-1] - marks[0],
+        wall_s=score_s,
         score_s=score_s,
-        cost_s=cost_s,
         scores=scores,
         curve=score.find_period(scores),
-        cost=measured,
         **worst_of(scores),
     )
 
 
-def _sweep(attached: Attachment, config: TrialConfig, protocol: Protocol, log: Callable[[str], None]) -> tuple[ProtocolScore, Answers]:
-    settings = config.score
-    sweep = retrieval.sweep(config.task, protocol, period=settings.period, prompts=settings.prompts, seed=settings.seed)
+def device_name(device: torch.device) -> str:
+    """Such as "cpu (x86_64, 1 threads)" or "cuda (NVIDIA H100 80GB HBM3)"."""
+    return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)" if device.type == "cpu" else f"{device.type} ({torch.cuda.get_device_name(device)})"
+
+
+def with_cost(row: Row, attached: Attachment, config: TrialConfig, *, cache: Path) -> Row:
+    """The Row with the measured cost of its model in it. Two processes of a machine do not measure at once."""
+    started = time.perf_counter()
+    lock = cache / "bench.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(lock):
+        measured = cost.measure(attached, config.cost, seed=config.seed)
+    cost_s = time.perf_counter() - started
+    return row.model_copy(update={"cost": measured, "cost_s": cost_s, "wall_s": row.wall_s + cost_s})
+
+
+def _sweep(attached: Attachment, task: TaskConfig, settings: ScoreConfig, protocol: Protocol, log: Callable[[str], None]) -> tuple[ProtocolScore, Answers]:
+    sweep = retrieval.sweep(task, protocol, period=settings.period, prompts=settings.prompts, seed=settings.seed)
     found = score.run_sweep(attached, sweep, batch=settings.batch, log=log)
     answers = Answers(correct_ER=found.correct_ER, cluster_E=found.cluster_E.astype("int32"), prompts_sha256=found.sha256)
     return score.summarise(found, sweep, settings), answers
@@ -140,4 +216,15 @@ def restore(config: TrialConfig, folder: Path) -> Attachment:
     model.load_state_dict(load_file(folder / MODEL_FILE))
     attached.compressors.load_state_dict(load_file(folder / COMPRESSOR_FILE))
     model.eval()
+    return attached
+
+
+def _trained(config: TrialConfig, folder: Path, device: str) -> Attachment:
+    """The trained model on a device. Where its weights lie on another machine the same shapes at random, which cost the same."""
+    if (folder / MODEL_FILE).is_file() and device == "cpu":
+        return restore(config, folder)
+    attached = attach(bases.build(config.base).to(device).eval(), config.variant)  # type: ignore[arg-type]
+    if (folder / MODEL_FILE).is_file():
+        attached.model.load_state_dict(load_file(folder / MODEL_FILE))
+        attached.compressors.load_state_dict(load_file(folder / COMPRESSOR_FILE))
     return attached

@@ -5,12 +5,13 @@ A study folder holds
     config.json     the canonical SearchConfig
     study.journal   Optuna's journal; this module alone writes it
     driver.lock     held while a driver runs, with its process id and host
-    trials/NNNN/    result.json (a Row) and whatever the trial writes
+    trials/NNNN/    result.json (a Row), rung-R.json on the way there, and whatever the trial writes
     orphans/        trial folders whose proposal a damaged journal lost
 
 A proposal is sampled in an in-memory mirror and stored as one RUNNING record, so that a kill leaves a whole trial or none. Each has a fresh sampler
-seeded from (seed, number), and records the finished trials that it knew. Failed trials are told PRUNED with the constraint "failed" = 1: TPE ignores
-FAIL and would propose the same again.
+seeded from (seed, number), and records the finished trials that it knew, so that it can be derived again (`mitigate.search.verify`). Failed trials are told
+PRUNED with the constraint "failed" = 1: TPE ignores FAIL and would propose the same again. Trials stopped at a rung are PRUNED without it. A trial that breaks
+a requirement is COMPLETE, with the amount as a constraint.
 """
 
 from __future__ import annotations
@@ -34,21 +35,24 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from mitigate import pareto
+from mitigate import pareto, requirements
 from mitigate.config import ConfigError, SearchConfig, VariantConfig, canonical_json, content_hash, from_dict, load_variant, to_dict
 from mitigate.files import write_atomic
+from mitigate.requirements import Requirement
 from mitigate.rows import Row
-from mitigate.search.space import Choice, SearchSpace, variant_key
-from mitigate.search.workers import objective_values, read_result, result_path
+from mitigate.search.space import Check, Choice, SearchSpace, variant_key
+from mitigate.search.workers import objective_values, read_result
 
-FORMAT = 1
+FORMAT = 2
 METRICS = tuple(objective.name.removeprefix("cost.") for objective in pareto.OBJECTIVES)  # as Optuna stores them
 DIRECTIONS: tuple[Literal["minimize", "maximize"], ...] = tuple("maximize" if objective.maximise else "minimize" for objective in pareto.OBJECTIVES)
 HV_REFERENCE = dict(zip(("kv_kept", "throughput_ratio", "mean_accuracy", "a_min"), pareto.REFERENCE, strict=True))
-CHANGEABLE = ("trials", "workers", "max_hours", "trial_timeout_s")  # how much and how fast, not what a trial is
+CHANGEABLE = ("trials", "workers", "max_hours", "max_updates", "trial_timeout_s", "resources")  # how much and how fast, not what a trial is
 RESAMPLES = 50  # proposals of the sampler before chance decides
 ENUMERABLE = 5000  # a space with at most so many combinations is listed to find what is left
 DRAWS = 2000  # random draws in a larger one
+HISTORY = 300  # finished trials that the sampler sees besides the front: the latest. TPE's time for a proposal grows with them
+THROUGHPUT = METRICS.index("throughput_ratio")
 
 
 class StudyBusyError(ConfigError):
@@ -63,12 +67,15 @@ class Proposal:
     variant: VariantConfig
     label: str
     anchor: bool
+    bracket: int | None = None  # of trials that are compared at rungs
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Draft:
+class Draft:
+    """A proposal before it is stored. `params` is None for a variant that the space does not hold."""
+
     variant: VariantConfig
-    params: dict[str, Choice] | None  # None: the space does not hold the variant
+    params: dict[str, Choice] | None
     anchor: str | None = None
 
 
@@ -79,6 +86,7 @@ class StudyOwner:
         self.config, self.folder, self.space = config, folder, space
         self.rows: dict[int, Row] = {}  # of told trials
         self._study, self._lock = study, lock
+        self.requirements = [requirements.parse(text) for text in config.require]
         self._anchors = anchor_variants(config)
         self._listed: list[tuple[dict[str, Choice], VariantConfig, str]] | None = None
 
@@ -95,7 +103,7 @@ class StudyOwner:
         folder = results / config.name
         _require_same_config(folder, config)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
+        lock = lock_folder(folder)
         try:
             _require_same_config(folder, config)
             study = _load(folder, config, space)
@@ -134,39 +142,108 @@ class StudyOwner:
         """`trials/NNNN`, not created."""
         return self.folder / "trials" / f"{number:04d}"
 
-    def propose(self) -> Proposal | None:
-        """Store the next trial: an anchor, then the sampler's choice among variants not proposed before. None when there is none left."""
+    def known(self) -> list[int] | None:
+        """Numbers of the trials that the next proposal may know: the finished ones, or while `reproducible` a fixed set. None while one of it still runs."""
         trials = self._trials()
+        finished = [t.number for t in trials if t.state.is_finished()]
+        if not self.config.reproducible:
+            return finished
+        horizon = self._horizon(len(trials))
+        return list(range(horizon)) if set(range(horizon)) <= set(finished) else None
+
+    def _horizon(self, number: int) -> int:
+        """How many trials a reproducible proposal waits for. All that come after are as if they were running."""
+        beyond = number - len(self._anchors)
+        if beyond < 0:
+            return 0
+        if not self.config.rungs.updates:
+            return max(0, number - self.config.lag + 1)
+        bracket = self.config.rungs.bracket
+        return max(0, beyond // bracket - 1) * bracket + len(self._anchors)
+
+    def propose(self, bracket: int | None = None) -> Proposal | None:
+        """Store the next trial: an anchor, then the sampler's choice among variants not proposed before. None when there is none left.
+
+        Args:
+            bracket: recorded; None for an anchor whatever is given.
+
+        Raises:
+            RuntimeError: `known` is None: trials that the proposal must know still run.
+        """
+        trials, known = self._trials(), self.known()
+        if known is None:
+            raise RuntimeError("StudyOwner.propose: trials that this proposal must know still run")
         number = len(trials)
-        seed = int(np.random.SeedSequence([self.config.seed, number]).generate_state(1)[0])
-        draft = self._draft(trials, seed)
+        draft = self.draft(trials, known)
         if draft is None:
             return None
         params = draft.params or {}
+        attributes = self._attributes(draft, number, known)
+        if draft.anchor is None and bracket is not None:
+            attributes["bracket"] = bracket
         record = optuna.trial.create_trial(
             state=TrialState.RUNNING,
             params=params,
             distributions=self._distributions(params),
-            user_attrs=self._attributes(draft, number, seed, known=[t.number for t in trials if t.state.is_finished()]),
+            user_attrs=attributes,
         )
         self._set_aside(number)
         self._study.add_trial(record)
         return _proposal(self._trials()[number])
 
+    def next_is_anchor(self) -> bool:
+        """Whether the next proposal is one of the config's anchors."""
+        return self.total < len(self._anchors)
+
+    def brackets(self) -> dict[int, list[int]]:
+        """Numbers of the trials of each bracket."""
+        found: dict[int, list[int]] = {}
+        for trial in self._trials():
+            if (bracket := trial.user_attrs.get("bracket")) is not None:
+                found.setdefault(bracket, []).append(trial.number)
+        return found
+
+    def decision(self, number: int, rung: int) -> bool | None:
+        """Whether a trial went on from a rung; None before that is decided."""
+        found = self._trials()[number].user_attrs.get(f"rung:{rung}")
+        return None if found is None else bool(found["promoted"])
+
+    def kept(self, number: int) -> float:
+        """KV bytes of a trial as a fraction of full attention's, known since it was proposed."""
+        return float(self._trials()[number].user_attrs["kv_kept"])
+
+    def is_finished(self, number: int) -> bool:
+        """Whether a trial was told."""
+        return self._trials()[number].state.is_finished()
+
+    def decide(self, number: int, rung: int, *, promoted: bool, members: list[int]) -> None:
+        """Record whether a running trial goes on from a rung, and beside whom it was judged. The first decision stays."""
+        trial = self._trials()[number]
+        if not trial.state.is_finished() and f"rung:{rung}" not in trial.user_attrs:
+            optuna.Trial(self._study, trial._trial_id).set_user_attr(f"rung:{rung}", {"promoted": promoted, "members": members})
+
     def tell(self, row: Row) -> None:
-        """Store a result: COMPLETE with the objectives, or PRUNED with the constraint "failed". A trial already told stays as it is."""
+        """Store a result: COMPLETE with the objectives, or PRUNED, with the constraint "failed" unless it was stopped at a rung. A trial already told stays."""
         if row.trial is None:
             raise ValueError("StudyOwner.tell: Row.trial must be a trial number, got None")
         self.rows[row.trial] = row
         trial = self._trials()[row.trial]
         if trial.state.is_finished():
             return
+        constraints = {"failed": 1.0} if row.status == "infeasible" else {}
+        if row.status == "ok":
+            constraints = {str(wanted): requirements.violation(row, wanted) for wanted in self.requirements}
+        for key, value in constraints.items():
+            if key not in trial.constraints:
+                optuna.Trial(self._study, trial._trial_id).set_constraint(key, value)
         if row.status == "ok":
             self._study.tell(trial.number, objective_values(row), state=TrialState.COMPLETE)
-            return
-        if "failed" not in trial.constraints:
-            optuna.Trial(self._study, trial._trial_id).set_constraint("failed", 1.0)
-        self._study.tell(trial.number, state=TrialState.PRUNED)
+        else:
+            self._study.tell(trial.number, state=TrialState.PRUNED)
+
+    def trials(self) -> list[FrozenTrial]:
+        """Optuna's records of all trials, by number; not to be changed."""
+        return self._trials()
 
     def _trials(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
@@ -177,40 +254,54 @@ class StudyOwner:
             if row is not None:
                 self.tell(row)
 
-    def _draft(self, trials: list[FrozenTrial], seed: int) -> _Draft | None:
+    def draft(self, trials: list[FrozenTrial], known: list[int]) -> Draft | None:
+        """What follows `trials` for a proposer that knows the results of `known` alone. Depends on nothing else, so that a record can be checked."""
         if len(trials) < len(self._anchors):
             name, variant = self._anchors[len(trials)]
-            return _Draft(variant=variant, params=self.space.to_params(variant), anchor=name)
-        seen = {str(t.user_attrs["variant_key"]) for t in trials}
-        return self._sampled(trials, seed, seen) or self._left_over(seed, seen)
+            return Draft(variant=variant, params=self.space.to_params(variant), anchor=name)
+        seed, seen = self._seed(len(trials)), {str(t.user_attrs["variant_key"]) for t in trials}
+        return self._sampled(trials, set(known), seed, seen) or self._left_over(seed, seen)
 
-    def _sampled(self, trials: list[FrozenTrial], seed: int, seen: set[str]) -> _Draft | None:
-        mirror = optuna.create_study(directions=DIRECTIONS, sampler=self._sampler(seed))
-        mirror.add_trials(trials)
+    def _seed(self, number: int) -> int:
+        return int(np.random.SeedSequence([self.config.seed, number]).generate_state(1)[0])
+
+    def _sampled(self, trials: list[FrozenTrial], known: set[int], seed: int, seen: set[str]) -> Draft | None:
+        metrics = [i for i in range(len(METRICS)) if i != THROUGHPUT or not self.config.reproducible]
+        mirror = optuna.create_study(directions=[DIRECTIONS[i] for i in metrics], sampler=self._sampler(seed))
+        if self.config.sampler != "random":
+            mirror.add_trials(_as_known(_recent(trials, known, metrics), known, metrics))
         for _ in range(RESAMPLES):
             params = self.space.suggest(mirror.ask())  # a refused one stays RUNNING there, which turns the sampler away from it
-            variant = self.space.usable(params)
+            variant = self._usable(params)
             if variant is not None and variant_key(variant) not in seen:
-                return _Draft(variant=variant, params=params)
+                return Draft(variant=variant, params=params)
         return None
 
-    def _left_over(self, seed: int, seen: set[str]) -> _Draft | None:
+    def _usable(self, params: dict[str, Choice]) -> VariantConfig | None:
+        """The variant of a set of choices; None where they do not go together, or where its KV bytes, which are exact before it runs, break a requirement."""
+        variant = self.space.usable(params)
+        return variant if variant is not None and self._affordable(variant) else None
+
+    def _affordable(self, variant: VariantConfig) -> bool:
+        return all(wanted.holds(exact) for wanted in self.requirements if (exact := exact_value(wanted, variant, self.config)) is not None)
+
+    def _left_over(self, seed: int, seen: set[str]) -> Draft | None:
         """A random variant that was not proposed; None when the space is exhausted."""
         rng = random.Random(seed)
         if self.space.bound() > ENUMERABLE:
             for _ in range(DRAWS):
                 params = self.space.random(rng)
-                variant = self.space.usable(params)
+                variant = self._usable(params)
                 if variant is not None and variant_key(variant) not in seen:
-                    return _Draft(variant=variant, params=params)
+                    return Draft(variant=variant, params=params)
             return None
         if self._listed is None:
-            self._listed = [(params, variant, variant_key(variant)) for params, variant in self.space.variants()]
+            self._listed = [(params, variant, variant_key(variant)) for params, variant in self.space.variants() if self._affordable(variant)]
         unseen = [(params, variant) for params, variant, key in self._listed if key not in seen]
         if not unseen:
             return None
         params, variant = rng.choice(unseen)
-        return _Draft(variant=variant, params=params)
+        return Draft(variant=variant, params=params)
 
     def _sampler(self, seed: int) -> optuna.samplers.BaseSampler:
         if self.config.sampler == "random":
@@ -220,7 +311,7 @@ class StudyOwner:
     def _distributions(self, params: dict[str, Choice]) -> dict[str, BaseDistribution]:
         return {key: CategoricalDistribution(self.space.choices[key]) for key in params}
 
-    def _attributes(self, draft: _Draft, number: int, seed: int, known: list[int]) -> dict[str, Any]:
+    def _attributes(self, draft: Draft, number: int, known: list[int]) -> dict[str, Any]:
         from mitigate import registry
 
         return {
@@ -231,14 +322,14 @@ class StudyOwner:
             "variant_key": variant_key(draft.variant),
             "kv_kept": float(registry.kept_fraction(draft.variant)),
             "seed": self.config.trial.seed,
-            "sampler_seed": seed,
+            "sampler_seed": self._seed(number),
             "known": known,
         }
 
     def _set_aside(self, number: int) -> None:
         """Move a folder that a lost journal record left behind out of `trials/`, where its result would count beside that of the new trial."""
         folder, orphans = self.trial_folder(number), self.folder / "orphans"
-        if result_path(folder).exists():
+        if any(folder.glob("*.json")):
             orphans.mkdir(exist_ok=True)
             folder.rename(_unused(orphans, folder.name))
 
@@ -250,6 +341,85 @@ def anchor_variants(config: SearchConfig) -> list[tuple[str, VariantConfig]]:
         variant = load_variant(name)
         found.setdefault(variant_key(variant), (name, variant))
     return list(found.values())
+
+
+def registry_check(config: SearchConfig) -> Check:
+    """Refuses what the registry refuses for the config's base. The registry, and with it torch, is imported on first use."""
+
+    def check(variant: VariantConfig) -> None:
+        from mitigate import registry
+
+        registry.check(variant, layers=config.trial.base.layers)
+
+    return check
+
+
+def exact_value(wanted: Requirement, variant: VariantConfig, config: SearchConfig) -> float | None:
+    """What a requirement is about, where that is known of a variant before it runs: its KV bytes. None otherwise."""
+    from mitigate import registry
+
+    base = config.trial.base
+    full = 2 * base.kv_heads * base.head_dim * 4 * base.layers  # float32
+    factor = {"cost.kv_kept": 1.0, "cost.kv_bytes_per_token": float(full)}.get(requirements.planned_column(wanted.column))
+    return None if factor is None else factor * float(registry.kept_fraction(variant))
+
+
+def check_requirements(config: SearchConfig, space: SearchSpace) -> None:
+    """ConfigError where a requirement is malformed, names no column, or cannot be met by any variant of the space."""
+    wanted = [requirements.parse(text) for text in config.require]
+    exact = [one for one in wanted if requirements.planned_column(one.column) in ("cost.kv_kept", "cost.kv_bytes_per_token")]
+    if not exact or not space.choices:
+        return
+    least = [float("inf")] * len(exact)
+    most = [float("-inf")] * len(exact)
+    rng = random.Random(0)
+    every = space.bound() <= ENUMERABLE
+    drawn = (variant for _, variant in space.variants()) if every else (space.usable(space.random(rng)) for _ in range(DRAWS))
+    for variant in drawn:
+        if variant is None:
+            continue
+        values = [exact_value(one, variant, config) or 0.0 for one in exact]
+        if all(one.holds(value) for one, value in zip(exact, values, strict=True)):
+            return
+        least, most = [min(a, b) for a, b in zip(least, values, strict=True)], [max(a, b) for a, b in zip(most, values, strict=True)]
+    spans = ", ".join(f"{one.column} runs from {low:.4g} to {high:.4g}" for one, low, high in zip(exact, least, most, strict=True))
+    raise ConfigError(f"SearchConfig.require: no variant of the space meets {' and '.join(map(str, exact))}; {spans}")
+
+
+def _recent(trials: list[FrozenTrial], known: set[int], metrics: list[int]) -> list[FrozenTrial]:
+    """The trials less the oldest known ones: the last `HISTORY` of them stay, and those on the front in these metrics."""
+    old = sorted(known)[:-HISTORY] if len(known) > HISTORY else []
+    if not old:
+        return trials
+    complete = [t for t in trials if t.number in known and t.state == TrialState.COMPLETE and not any(v > 0 for v in t.constraints.values())]
+    best = pareto.non_dominated(np.array([[t.values[i] for i in metrics] for t in complete]), [pareto.MAXIMISE[i] for i in metrics])
+    dropped = set(old) - {t.number for t, keep in zip(complete, best, strict=True) if keep}
+    return [t for t in trials if t.number not in dropped]
+
+
+def _as_known(trials: list[FrozenTrial], known: set[int], metrics: list[int]) -> list[FrozenTrial]:
+    """The trials as a proposer sees them that knows the results of `known`, in these metrics: the others still run."""
+    whole = len(metrics) == len(METRICS)
+    seen = []
+    for trial in trials:
+        if trial.number not in known:
+            seen.append(_running_copy(trial) if trial.state.is_finished() else trial)
+        elif whole or trial.state != TrialState.COMPLETE:
+            seen.append(trial)
+        else:
+            copy = optuna.trial.create_trial(
+                state=TrialState.COMPLETE,
+                values=[trial.values[i] for i in metrics],
+                params=trial.params,
+                distributions=trial.distributions,
+                system_attrs=trial.system_attrs,
+            )
+            seen.append(copy)
+    return seen
+
+
+def _running_copy(trial: FrozenTrial) -> FrozenTrial:
+    return optuna.trial.create_trial(state=TrialState.RUNNING, params=trial.params, distributions=trial.distributions)
 
 
 def check_anchors(config: SearchConfig, space: SearchSpace) -> None:
@@ -270,13 +440,15 @@ def _proposal(trial: FrozenTrial) -> Proposal:
         variant=from_dict(VariantConfig, json.loads(attributes["variant"])),
         label=attributes["label"],
         anchor=attributes["anchor"] is not None,
+        bracket=attributes.get("bracket"),
     )
 
 
 # ---------------------------------------------------------------- the folder
 
 
-def _lock(folder: Path) -> filelock.BaseFileLock:
+def lock_folder(folder: Path) -> filelock.BaseFileLock:
+    """The lock of a study's driver, held; StudyBusyError names the process that holds it already."""
     path = folder / "driver.lock"
     lock = filelock.FileLock(path, timeout=0)
     try:

@@ -1,9 +1,10 @@
-"""Where trials run: in this process, or as Ray tasks. Both executors have one protocol and leave `result.json` in each trial's folder.
+"""Where trials run: in this process, or as Ray tasks. Both executors have one protocol and leave the Row of each stage in the trial's folder.
 
-The first result that a trial's folder gets stays: it is written to a temporary file, synced and linked into place, and later ones are dropped. So a
-finished trial cannot be lost or contradicted by a late worker. A trial uses one core and no GPU.
+The first Row that a stage's file gets stays: it is written to a temporary file, synced and linked into place, and later ones are dropped. So a finished
+stage cannot be lost or contradicted by a late worker.
 
-On a cluster every node must have mitigate installed, and must see the results folder and the cache folder under the paths that they have here.
+On a cluster every machine must have mitigate installed. Where all see the results folder under the path that it has here, a trial goes on from its checkpoint
+on any of them, and its weights are kept; else Rows still come back, a stage starts its trial from the beginning, and weights stay where they were trained.
 """
 
 from __future__ import annotations
@@ -19,21 +20,23 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from mitigate import pareto
-from mitigate.config import TrialConfig, content_hash, from_dict, to_dict
+from mitigate.config import ResourcesConfig, TrialConfig, content_hash, from_dict, to_dict
+from mitigate.files import write_atomic
 from mitigate.rows import Error, Row, installed_versions
+from mitigate.stage import Stage
 
-MAX_ATTEMPTS = 3  # executions of a trial whose worker dies
+MAX_ATTEMPTS = 3  # executions of a stage whose worker dies
+MAX_LOSSES = 10  # executions of a stage whose machine is lost, before the search stops
 START_GRACE_S = 120.0  # a task that has not begun after its timeout, or after this if longer, counts as one that gets no CPU
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray refuses less than 75 MiB
 TRACEBACK_CHARS = 8000
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-ONE_CORE = dict.fromkeys(_THREADS, "1") | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class ExecutorError(RuntimeError):
@@ -46,34 +49,67 @@ class InvalidResultError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One trial to run. Plain data: it travels to a worker."""
+    """One stage of one trial. Plain data: it travels to a worker.
+
+    `last`: the Row of this stage is the trial's result whatever it holds; else a Row without cost is a rung's, and the trial goes on.
+    """
 
     number: int
     config_json: str  # canonical TrialConfig
     label: str
     anchor: bool
-    folder: str  # absolute; the trial's weights and result
+    folder: str  # absolute; the trial's weights and results
     cache: str  # absolute
     run: str  # trial function, "module:function"
     timeout_s: float
-    attempt: int = 1
+    stage: Stage = field(default_factory=Stage)
+    last: bool = False
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    attempt: int = 1  # executions whose worker died count
+    losses: int = 0  # executions whose machine was lost
 
     def config(self) -> TrialConfig:
         return from_dict(TrialConfig, json.loads(self.config_json))
 
+    def plain(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Task:
+        return cls(**plain | {"stage": Stage(**plain["stage"]), "resources": ResourcesConfig(**plain["resources"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """A stage that ended, and the Row it left."""
+
+    task: Task
+    row: Row
+
 
 class Executor(Protocol):
-    """Runs at most `capacity` tasks at once and gives a Row for each."""
+    """Runs stages of trials, at most `capacity` at once, and gives a Row for each. Costs are measured alone: no other trial shares the machine meanwhile."""
 
     capacity: int
 
     @property
-    def in_flight(self) -> int: ...
+    def in_flight(self) -> int:
+        """Stages submitted and not ended."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """Stages that may be submitted now."""
+        ...
 
     def submit(self, task: Task) -> None: ...
 
-    def poll(self, timeout_s: float) -> list[Row]:
-        """Rows of tasks that ended, after at most about `timeout_s` seconds. ExecutorError if tasks cannot run."""
+    def submit_alone(self, tasks: list[Task]) -> None:
+        """Run tasks one after the other on a machine where nothing else of this search runs. One such batch at a time."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[Done]:
+        """Stages that ended, after at most about `timeout_s` seconds. ExecutorError if they cannot run."""
         ...
 
     def close(self) -> None:
@@ -88,10 +124,10 @@ def result_path(folder: Path) -> Path:
     return folder / "result.json"
 
 
-def write_result(folder: Path, row: Row) -> None:
-    """Put `result.json` in place unless there is one: all of it or none of it, synced."""
+def write_result(folder: Path, row: Row, name: str = "result.json") -> None:
+    """Put a Row's file in place unless there is one: all of it or none of it, synced."""
     folder.mkdir(parents=True, exist_ok=True)
-    final, temporary = result_path(folder), folder / f".result.{socket.gethostname()}.{os.getpid()}.tmp"
+    final, temporary = folder / name, folder / f".{name}.{socket.gethostname()}.{os.getpid()}.tmp"
     with temporary.open("w", encoding="utf-8") as file:
         file.write(row.to_json() + "\n")
         file.flush()
@@ -106,12 +142,25 @@ def write_result(folder: Path, row: Row) -> None:
     temporary.unlink(missing_ok=True)
 
 
-def read_result(folder: Path) -> Row | None:
-    """The Row of a trial folder, None without one. ConfigError names a file that is no Row of this schema."""
+def read_result(folder: Path, name: str = "result.json") -> Row | None:
+    """The Row in a trial folder, None without one. ConfigError names a file that is no Row of this schema."""
     from mitigate import results  # imports pyarrow, which a worker does not need
 
-    path = result_path(folder)
+    path = folder / name
     return results.read_row(path) if path.exists() else None
+
+
+def file_of(task: Task, row: Row) -> str:
+    """Where the Row of a stage belongs: the rung's file, or `result.json` if the trial ends with it."""
+    goes_on = row.status == "ok" and row.cost is None and not task.last
+    return task.stage.scored_file if goes_on else "result.json"
+
+
+def outcome_of(task: Task) -> Row | None:
+    """What a stage left on disk: the trial's result, else, of a score stage, the rung's."""
+    folder = Path(task.folder)
+    found = read_result(folder)
+    return read_result(folder, task.stage.scored_file) if found is None and task.stage.kind == "score" else found
 
 
 def objective_values(row: Row) -> list[float]:
@@ -119,11 +168,15 @@ def objective_values(row: Row) -> list[float]:
     found = pareto.objectives(row)
     if found is None:
         raise InvalidResultError("trial function returned a Row without all of cost, mean_accuracy and a_min")
-    values = [float(value) for value in found]
-    for objective, value in zip(pareto.OBJECTIVES, values, strict=True):
+    named = [(objective.name, float(value)) for objective, value in zip(pareto.OBJECTIVES, found, strict=True)]
+    _require_finite(named)
+    return [value for _, value in named]
+
+
+def _require_finite(named: list[tuple[str, float]]) -> None:
+    for name, value in named:
         if not math.isfinite(value):
-            raise InvalidResultError(f"trial function returned {objective.name} = {value}, expected a finite number")
-    return values
+            raise InvalidResultError(f"trial function returned {name} = {value}, expected a finite number")
 
 
 def failure_row(task: Task, kind: str, message: str, trace: str = "", *, wall_s: float = 0.0) -> Row:
@@ -149,27 +202,43 @@ def failure_row(task: Task, kind: str, message: str, trace: str = "", *, wall_s:
 
 
 def execute(plain: dict[str, Any]) -> dict[str, Any]:
-    """Run one task: catch everything, write `result.json`, return the Row as plain data.
+    """Run one task: catch everything, write its Row, return the Row as plain data.
 
     Raises:
         ExecutorError: the trial function cannot be imported.
     """
-    task = Task(**plain)
+    task = Task.of(plain)
     run, folder = _resolve(task.run), Path(task.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    started = {"attempt": task.attempt, "host": socket.gethostname(), "pid": os.getpid()}
-    (folder / "started.json").write_text(json.dumps(started), encoding="utf-8")
+    write_atomic(folder / "started.json", json.dumps(_started(task)).encode())
     begin = time.monotonic()
     try:
-        row = run(task.config(), label=task.label, trial=task.number, anchor=task.anchor, out=folder, cache=Path(task.cache))
+        row = run(task.config(), label=task.label, trial=task.number, anchor=task.anchor, out=folder, cache=Path(task.cache), stage=task.stage)
         row = _checked(task, row)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         row = failure_row(task, type(error).__name__, str(error), trace, wall_s=time.monotonic() - begin)
-    write_result(folder, row)
+    write_result(folder, row, file_of(task, row))
     return row.model_dump(mode="json")
+
+
+def execute_all(plains: list[dict[str, Any]], carried: dict[str, bytes]) -> list[dict[str, Any]]:
+    """Run tasks one after the other. `carried` are files of the cache folder, which a machine that lacks them gets first."""
+    if plains and carried:
+        for name, content in carried.items():
+            path = Path(plains[0]["cache"]) / name
+            if not path.exists():
+                write_atomic(path, content)
+    return [execute(plain) for plain in plains]
+
+
+def _started(task: Task) -> dict[str, Any]:
+    ray = sys.modules.get("ray")
+    node = ray.get_runtime_context().get_node_id() if ray is not None and ray.is_initialized() else None
+    about = {"attempt": task.attempt, "host": socket.gethostname(), "pid": os.getpid(), "node": node}
+    return about | {"kind": task.stage.kind, "rung": task.stage.rung, "time": time.time()}
 
 
 def _resolve(dotted: str) -> Callable[..., Row]:
@@ -185,7 +254,12 @@ def _checked(task: Task, row: object) -> Row:
     if not isinstance(row, Row):
         raise InvalidResultError(f"trial function must return a Row, got {type(row).__name__}")
     if row.status == "ok":
-        objective_values(row)
+        if row.cost is not None:
+            objective_values(row)
+        elif task.stage.kind == "cost" or row.mean_accuracy is None or row.a_min is None:
+            raise InvalidResultError("trial function returned a Row without all of cost, mean_accuracy and a_min")
+        else:
+            _require_finite([("mean_accuracy", row.mean_accuracy), ("a_min", row.a_min)])
     row = row.model_copy(update={"trial": task.number, "anchor": task.anchor})
     return Row.from_json(row.to_json())  # refuses NaN and infinity anywhere
 
@@ -204,32 +278,40 @@ class InlineExecutor:
     def in_flight(self) -> int:
         return len(self._tasks)
 
+    @property
+    def room(self) -> int:
+        return 0 if self._tasks else 1
+
     def submit(self, task: Task) -> None:
         self._tasks.append(task)
 
-    def poll(self, timeout_s: float) -> list[Row]:
+    def submit_alone(self, tasks: list[Task]) -> None:
+        self._tasks += tasks
+
+    def poll(self, timeout_s: float) -> list[Done]:
         """Runs the oldest task to its end, whatever `timeout_s` says."""
         if not self._tasks:
             return []
         task = self._tasks[0]
-        with _one_core():
-            execute(dataclasses.asdict(task))
+        with _cores(task.resources):
+            row = Row.model_validate(execute(task.plain()))
         self._tasks.pop(0)
-        return [_row_of(task)]
+        return [Done(task=task, row=outcome_of(task) or row)]
 
     def close(self) -> None:
         self._tasks.clear()
 
 
 @contextlib.contextmanager
-def _one_core() -> Iterator[None]:
-    """One thread and no GPU, for code of this process; undone afterwards. If torch is first imported inside, it keeps one thread."""
-    before = {name: os.environ.get(name) for name in ONE_CORE}
-    os.environ.update(ONE_CORE)
+def _cores(resources: ResourcesConfig) -> Iterator[None]:
+    """The threads and GPUs of a trial, for code of this process; undone afterwards. If torch is first imported inside, it keeps the number of threads."""
+    wanted = _environment(resources)
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     torch = sys.modules.get("torch")
     threads = torch.get_num_threads() if torch else 1
     if torch:
-        torch.set_num_threads(1)
+        torch.set_num_threads(resources.cpus)
     try:
         yield
     finally:
@@ -242,33 +324,37 @@ def _one_core() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _row_of(task: Task) -> Row:
-    row = read_result(Path(task.folder))
-    if row is None:
-        raise ExecutorError(f"trial {task.number} ended but {result_path(Path(task.folder))} is not visible here: workers must share the results folder")
-    return row
+def _environment(resources: ResourcesConfig) -> dict[str, str]:
+    """Environment of a trial: as many threads as cores, and no GPU in sight unless it asked for one."""
+    threads = dict.fromkeys(_THREADS, str(resources.cpus))
+    return threads if resources.gpus else threads | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass
 class _Running:
-    task: Task
+    tasks: list[Task]
+    alone: bool
     submitted: float  # time.monotonic()
     started: float | None = None
     late: bool = False
 
 
 class RayExecutor:
-    """One Ray task per trial, one worker process each.
+    """One Ray task per stage, one worker process each.
 
     Args:
         workers: trials at once.
         address: of a running cluster; None starts Ray on this machine alone, whatever RAY_ADDRESS says.
+        resources: of one trial.
+        carried: content of files of the cache folder by their path in it; they go to each machine of a cluster once.
 
     Raises:
-        ExecutorError: Ray does not start or join, or the cluster has no CPU.
+        ExecutorError: Ray does not start or join, or no machine of the cluster has room for one trial.
     """
 
-    def __init__(self, workers: int, address: str | None = None) -> None:
+    def __init__(
+        self, workers: int, address: str | None = None, *, resources: ResourcesConfig | None = None, carried: Mapping[str, bytes] | None = None
+    ) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
@@ -276,33 +362,65 @@ class RayExecutor:
         except ImportError as error:
             raise ExecutorError(f"ray is not installed ({error}): install ray, or run with --inline") from error
         self._ray: Any = ray
+        self._resources = resources = resources or ResourcesConfig()
         self._owns = not ray.is_initialized()
         if self._owns:
-            _start_ray(ray, workers, address)
-        cpus = int(self._ray.cluster_resources().get("CPU", 0))
-        if cpus < 1:
+            _start_ray(ray, workers * resources.cpus, address)
+        fits = sum(self._trials_on(node) for node in self._nodes())
+        if fits < 1:
+            have = self._ray.cluster_resources()
             self.close()
-            raise ExecutorError("a trial needs 1 CPU; the Ray cluster has none")
-        self.capacity = min(workers, cpus)
+            raise ExecutorError(f"a trial needs {_demand(resources)}; no machine of the Ray cluster has that ({_supply(have)} in all)")
+        self.capacity = min(workers, fits)
         self._running: dict[Any, _Running] = {}
-        self._execute = ray.remote(max_calls=1, max_retries=0, num_cpus=1, num_gpus=0, runtime_env={"env_vars": _worker_env(address)})(execute)
+        options: dict[str, Any] = dict(num_cpus=resources.cpus, num_gpus=resources.gpus, runtime_env={"env_vars": _worker_env(resources, address)})
+        if resources.memory_gib is not None:
+            options["memory"] = int(resources.memory_gib * 2**30)
+        self._execute = ray.remote(max_calls=1, max_retries=0, **options)(execute_all)
+        self._carried = ray.put(dict(carried or {}))  # a machine fetches it once, whatever the number of its trials
+        self._quiet: dict[str, Any] | None = None  # the machine that a batch has to itself
 
     @property
     def in_flight(self) -> int:
-        return len(self._running)
+        return sum(len(running.tasks) for running in self._running.values())
+
+    @property
+    def room(self) -> int:
+        """On one machine none while a batch waits for it or has it to itself; the others of a cluster go on."""
+        busy = sum(not running.alone for running in self._running.values())
+        reserved = 0 if self._quiet is None else self._trials_on(self._quiet)
+        return max(0, self.capacity - busy - reserved)
 
     def submit(self, task: Task) -> None:
-        (Path(task.folder) / "started.json").unlink(missing_ok=True)
-        self._running[self._execute.remote(dataclasses.asdict(task))] = _Running(task, time.monotonic())
+        from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
-    def poll(self, timeout_s: float) -> list[Row]:
+        elsewhere: dict[str, Any] = {}
+        if self._quiet is not None:
+            elsewhere["scheduling_strategy"] = NodeLabelSchedulingStrategy(hard={"ray.io/node-id": NotIn(self._quiet["NodeID"])})
+        self._send([task], alone=False, **elsewhere)
+
+    def submit_alone(self, tasks: list[Task]) -> None:
+        """On the smallest machine that fits a trial, all of its CPUs asked for."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self._quiet = min((node for node in self._nodes() if self._trials_on(node)), key=lambda node: (node["Resources"].get("CPU", 0), node["NodeID"]))
+        there = NodeAffinitySchedulingStrategy(self._quiet["NodeID"], soft=False)
+        gpus = max(1.0, self._resources.gpus) if self._resources.gpus else 0
+        self._send(tasks, alone=True, num_cpus=self._quiet["Resources"]["CPU"], num_gpus=gpus, scheduling_strategy=there)
+
+    def _send(self, tasks: list[Task], *, alone: bool, **options: Any) -> None:
+        for task in tasks:
+            (Path(task.folder) / "started.json").unlink(missing_ok=True)
+        ref = self._execute.options(**options).remote([task.plain() for task in tasks], self._carried)
+        self._running[ref] = _Running(tasks, alone, time.monotonic())
+
+    def poll(self, timeout_s: float) -> list[Done]:
         if not self._running:
             return []
         for ref, running in self._running.items():
             self._enforce_deadline(ref, running)
         ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
-        rows = [self._settle(ref, self._running.pop(ref)) for ref in ready]
-        return [row for row in rows if row is not None]
+        return [done for ref in ready for done in self._settle(ref, self._running.pop(ref))]
 
     def close(self) -> None:
         if self._owns:
@@ -312,50 +430,116 @@ class RayExecutor:
             self._ray.cancel(ref, force=True)
         self._running.clear()
 
+    def _nodes(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
+
+    def _trials_on(self, node: dict[str, Any]) -> int:
+        """Trials that fit on a machine at once."""
+        have, need = node["Resources"], self._resources
+        fits = [have.get("CPU", 0) / need.cpus]
+        if need.gpus:
+            fits.append(have.get("GPU", 0) / need.gpus)
+        if need.memory_gib is not None:
+            fits.append(have.get("memory", 0) / (need.memory_gib * 2**30))
+        return int(min(fits))
+
     def _enforce_deadline(self, ref: Any, running: _Running) -> None:
-        now, task = time.monotonic(), running.task
-        if running.started is None and (Path(task.folder) / "started.json").exists():
+        now, limit, first = time.monotonic(), running.tasks[0].timeout_s * len(running.tasks), running.tasks[0]
+        if running.started is None and (Path(first.folder) / "started.json").exists():
             running.started = now
-        if running.started is not None and now - running.started > task.timeout_s and not running.late:
+        if running.started is not None and now - running.started > limit and not running.late:
             running.late = True
             self._ray.cancel(ref, force=True)
-        if running.started is None and now - running.submitted > max(task.timeout_s, START_GRACE_S):
-            waited, free = now - running.submitted, self._ray.available_resources().get("CPU", 0)
-            raise ExecutorError(f"trial {task.number} got no worker within {waited:.0f} s ({free:g} CPUs free, 1 needed)")
+        if running.started is None and not self._someone_started() and now - running.submitted > max(limit, START_GRACE_S):
+            waited, free = now - running.submitted, self._ray.available_resources()
+            raise ExecutorError(f"trial {first.number} got no worker within {waited:.0f} s ({_supply(free)} free, {_demand(self._resources)} needed)")
 
-    def _settle(self, ref: Any, running: _Running) -> Row | None:
-        """The Row of an ended task; None if it was submitted again."""
-        task, failure = running.task, self._failure(ref, running)
-        folder = Path(task.folder)
-        if failure and not result_path(folder).exists():
-            kind, message = failure
-            if kind == "WorkerCrashed" and task.attempt < MAX_ATTEMPTS:
-                self.submit(dataclasses.replace(task, attempt=task.attempt + 1))
-                return None
+    def _someone_started(self) -> bool:
+        """Whether a stage runs that a waiting one may be waiting for."""
+        return any(running.started is not None for running in self._running.values())
+
+    def _settle(self, ref: Any, running: _Running) -> list[Done]:
+        """The tasks of a call that ended with their Rows. Those without are submitted again, or fail."""
+        if running.alone:
+            self._quiet = None
+        failure, rows = self._failure(ref, running)
+        for task, plain in zip(running.tasks, rows, strict=False):  # where the folder is not shared, this is how a Row gets here
+            row = Row.model_validate(plain)
+            write_result(Path(task.folder), row, file_of(task, row))
+        done, left = [], []
+        for task in running.tasks:
+            found = outcome_of(task)
+            if found is None:
+                left.append(task)
+            else:
+                done.append(Done(task=task, row=found))
+        if left:
+            assert failure is not None
+            done += self._again(left, running, *failure)
+        return done
+
+    def _again(self, left: list[Task], running: _Running, kind: str, message: str) -> list[Done]:
+        """The first task ran when the call died: it gets another attempt, or fails. The others go on as they are."""
+        first, rest = left[0], left[1:]
+        if kind == "NodeLost":
+            first = dataclasses.replace(first, losses=first.losses + 1)
+            if first.losses > MAX_LOSSES:
+                raise ExecutorError(f"trial {first.number} lost its machine {first.losses} times: {message}")
+        elif kind == "WorkerCrashed" and first.attempt < MAX_ATTEMPTS:
+            first = dataclasses.replace(first, attempt=first.attempt + 1)
+        else:
             wall_s = time.monotonic() - (running.started or running.submitted)
-            write_result(folder, failure_row(task, kind, message, wall_s=wall_s))
-        return _row_of(task)
+            write_result(Path(first.folder), failure_row(first, kind, message, wall_s=wall_s))
+            if rest:
+                self.submit_alone(rest)
+            return [Done(task=first, row=_row_of(first))]
+        self.submit_alone([first, *rest]) if running.alone else self.submit(first)
+        return []
 
-    def _failure(self, ref: Any, running: _Running) -> tuple[str, str] | None:
-        """Kind and message of a task's death, None if it returned."""
-        task, errors = running.task, self._ray.exceptions
+    def _failure(self, ref: Any, running: _Running) -> tuple[tuple[str, str] | None, list[dict[str, Any]]]:
+        """Kind and message of a call's death, None if it returned; and the Rows that it returned."""
+        task, errors = running.tasks[0], self._ray.exceptions
         try:
-            self._ray.get(ref)
+            return None, self._ray.get(ref)
         except Exception as error:
             if running.late:
-                return "Timeout", f"trial ran longer than trial_timeout_s ({task.timeout_s:g} s)"
+                return ("Timeout", f"trial ran longer than trial_timeout_s ({task.timeout_s:g} s)"), []
             if isinstance(error, errors.OutOfMemoryError):
-                return "OutOfMemory", f"the worker was killed because its machine ran out of memory: {_first_line(error)}"
-            if isinstance(error, errors.WorkerCrashedError | errors.NodeDiedError):
-                return "WorkerCrashed", f"the worker died in attempt {task.attempt} of {MAX_ATTEMPTS}: {_first_line(error)}"
+                return ("OutOfMemory", f"the worker was killed because its machine ran out of memory: {_first_line(error)}"), []
+            if isinstance(error, errors.NodeDiedError | errors.TaskUnschedulableError) or self._lost_its_machine(running):
+                return ("NodeLost", f"its machine is gone: {_first_line(error)}"), []
+            if isinstance(error, errors.WorkerCrashedError):
+                return ("WorkerCrashed", f"the worker died in attempt {task.attempt} of {MAX_ATTEMPTS}: {_first_line(error)}"), []
             cause = getattr(error, "cause", None) or error
             raise ExecutorError(f"trial {task.number} could not be run: {type(cause).__name__}: {_first_line(cause)}") from error
-        return None
+
+    def _lost_its_machine(self, running: _Running) -> bool:
+        """Whether the last of the tasks that started did so on a machine that the cluster no longer has."""
+        started = [Path(task.folder) / "started.json" for task in running.tasks]
+        nodes = [json.loads(path.read_text(encoding="utf-8")).get("node") for path in started if path.exists()]
+        return bool(nodes) and nodes[-1] is not None and nodes[-1] not in {node["NodeID"] for node in self._nodes()}
 
 
-def _start_ray(ray: Any, workers: int, address: str | None) -> None:
+def _row_of(task: Task) -> Row:
+    row = outcome_of(task)
+    assert row is not None
+    return row
+
+
+def _demand(resources: ResourcesConfig) -> str:
+    parts = [f"{resources.cpus} CPU{'s' if resources.cpus > 1 else ''}"]
+    parts += [f"{resources.gpus:g} GPU"] if resources.gpus else []
+    parts += [f"{resources.memory_gib:g} GiB"] if resources.memory_gib is not None else []
+    return " and ".join(parts)
+
+
+def _supply(have: Mapping[str, float]) -> str:
+    return f"{have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs, {have.get('memory', 0) / 2**30:.3g} GiB"
+
+
+def _start_ray(ray: Any, cpus: int, address: str | None) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    local: dict[str, Any] = {"num_cpus": workers, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+    local: dict[str, Any] = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
     try:
         if address is None:
             ray.init(address="local", **local, **quiet)
@@ -374,10 +558,10 @@ def _require_listener(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
 
 
-def _worker_env(address: str | None) -> dict[str, str]:
+def _worker_env(resources: ResourcesConfig, address: str | None) -> dict[str, str]:
     """Environment of a worker. On this machine it imports what the driver can import; a cluster uses its own installed package."""
     here = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)} if address is None else {}
-    return ONE_CORE | here
+    return _environment(resources) | here
 
 
 def _first_line(error: BaseException) -> str:

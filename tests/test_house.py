@@ -25,7 +25,7 @@ PACKAGE = "mitigate"
 
 # A unit is a module of the package, or a folder with all that is under it. Imports go down, or stay within a unit.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"", "files", "geometry", "config", "rows", "stats", "spectrum", "kernels"}),  # "" is mitigate/__init__.py
+    frozenset({"", "files", "geometry", "config", "rows", "stage", "stats", "spectrum", "kernels"}),  # "" is mitigate/__init__.py
     frozenset({"registry", "variants", "compressor", "outcomes"}),
     frozenset({"surgery", "cache", "readout", "bases", "tasks"}),
     frozenset({"train", "score", "cost"}),
@@ -50,6 +50,11 @@ SIDEWAYS = frozenset(
         ("score", "train"),
         ("search", "pareto"),
         ("search", "results"),
+        ("search", "requirements"),
+        ("requirements", "results"),
+        ("rescored", "pareto"),
+        ("rescored", "results"),
+        ("report", "rescored"),
         ("report", "pareto"),
         ("report", "results"),
         ("export", "pareto"),

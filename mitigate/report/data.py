@@ -180,7 +180,7 @@ def bracket(interval: Interval | None) -> str:
 
 def sample_line(rows: Sequence[Row]) -> str:
     """What stands behind the intervals, in a sentence."""
-    scores: list[ProtocolScore] = [score for row in rows for score in row.scores]
+    scores: list[ProtocolScore] = [score for row in rows if row.status != "stopped" for score in row.scores]
     if not scores:
         return "No phase sweep yet."
     prompts, periods = _range({score.clusters for score in scores}), _range({score.period for score in scores})
@@ -215,10 +215,15 @@ def nothing_finished(rows: Sequence[Row]) -> str:
     return f"No trial has metrics: {kinds.total()} infeasible ({counted})."
 
 
-def infeasible_line(rows: Sequence[Row]) -> str:
-    """How many trials a front leaves out because they have no metrics; empty if none."""
-    count = sum(row.status == "infeasible" for row in rows)
-    return f"{count} infeasible {'trial is' if count == 1 else 'trials are'} left out; trials.csv has the errors." if count else ""
+def left_out_line(rows: Sequence[Row]) -> str:
+    """How many trials a front leaves out because they are not finished, and why; empty if none."""
+    states = Counter(row.status for row in rows)
+    parts = [f"{states['stopped']} stopped at a rung"] if states["stopped"] else []
+    parts += [f"{states['infeasible']} infeasible"] if states["infeasible"] else []
+    if not parts:
+        return ""
+    count = states["stopped"] + states["infeasible"]
+    return f"{' and '.join(parts)} {'trial is' if count == 1 else 'trials are'} left out; trials.csv has {'the errors' if states['infeasible'] else 'them'}."
 
 
 def headlines(rows: Sequence[Row]) -> list[str]:
@@ -226,10 +231,12 @@ def headlines(rows: Sequence[Row]) -> list[str]:
     finished = [row for row in rows if pareto.objectives(row) is not None]
     if not finished:
         return [nothing_finished(rows)]
-    failed = len(rows) - len(finished)
+    left_out = Counter(row.status for row in rows if row.status != "ok")
     best = len(pareto.front(rows))
     count = f"{best} of {len(finished)} finished trials {'is' if best == 1 else 'are'} on the four-objective front"
-    lines = [f"{count}; {failed} more {'was' if failed == 1 else 'were'} infeasible." if failed else f"{count}."]
+    words = {"stopped": "stopped at a rung", "infeasible": "infeasible"}
+    more = [f"{n} more {'was' if n == 1 else 'were'} {words[status]}" for status, n in sorted(left_out.items(), reverse=True)]
+    lines = ["; ".join([count, *more]) + "."]
     full, plain = pareto.full_row(rows), pareto.plain_row(rows)
     if full is not None:
         lines.append(f"Full attention: mean accuracy {bracket(mean_interval(full))}, worst phase {bracket(a_min_interval(full))}.")

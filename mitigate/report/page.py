@@ -14,10 +14,12 @@ import jinja2
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-from mitigate import pareto
+from mitigate import pareto, rescored
 from mitigate.files import write_atomic
-from mitigate.report import data, figures, gates, gates_figure, inline, search_figures, space, style
+from mitigate.report import data, figures, gates, gates_figure, inline, rescoring, search_figures, space, style
 from mitigate.report.progress import Progress, progress
+from mitigate.rescored import Rescored
+from mitigate.results import is_study
 from mitigate.rows import Row
 
 TEMPLATE = Path(__file__).with_name("template.html")
@@ -49,6 +51,10 @@ class Study:
         """Parameter to choices; empty where the config does not say."""
         return self.config.get("space") or {}
 
+    def rescored(self) -> list[Rescored]:
+        """The trials that were trained and scored again on fresh seeds."""
+        return rescored.read(self.folder) if is_study(self.folder) else []
+
     def gate_profiles(self) -> list[tuple[Row, list[gates.GateProfile]]]:
         """Static gates of the plain compressor, the candidates and the front, as far as their weights are there."""
         found = [(row, gates.of_trial(self.folder, row)) for row in data.shown_rows(self.rows)]
@@ -73,6 +79,14 @@ DRAWINGS = (
         heading="Worst phase against KV bytes",
         caption="Each trial is a dot at its worst-phase accuracy, with its 95 % interval; the dash above it is the same trial's mean. "
         "The distance between the two is what a mean alone would hide.",
+    ),
+    Drawing(
+        name="rescored",
+        draw=lambda study: rescoring.figure(study.rescored()),
+        heading="The chosen trials on fresh seeds",
+        caption="The best of many trials is flattered by chance. Each trial here was fine-tuned again under other seeds and swept with other prompts: "
+        "where the dots lie left of the diamond, luck had a part in the choice.",
+        note=lambda study: rescoring.luck_line(study.rescored()) if study.rescored() else "",
     ),
     Drawing(
         name="phase_curves",
@@ -129,7 +143,7 @@ HOW_TO_READ = (
         "On the front",
         "no other trial is at least as good in all four objectives (KV bytes, decode throughput, mean accuracy, A_min) and better in one. With four "
         "objectives and a noisy throughput few trials are dominated, so look at P(front), an approximate probability that ignores shared prompts. "
-        "The best of many trials is flattered by chance: rescore a choice with another seed.",
+        "The best of many trials is flattered by chance: `mitigate rescore` trains the front again on fresh seeds.",
     ),
 )
 

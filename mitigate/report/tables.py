@@ -24,10 +24,10 @@ def front_table(rows: Sequence[Row], key: Callable[[Row], Any] = data.by_cost) -
     if not shown:
         return data.nothing_finished(rows)
     head = ["", "trial", "label", "KV kept", "KV B/token", "rel. tokens/s", "mean accuracy [95 %]", "A_min [95 %]", "gap"]
-    lines = _aligned([head, *[_cells(row, id(row) in on_front) for row in shown]])
+    lines = aligned([head, *[_cells(row, id(row) in on_front) for row in shown]])
     lines[1:1] = ["─" * len(lines[0])]
     mark = "* on the front.  rel. tokens/s: decode throughput relative to full attention."
-    notes = [mark, *wrapped(data.sample_line(rows)), *wrapped(data.infeasible_line(rows))]
+    notes = [mark, *wrapped(data.sample_line(rows)), *wrapped(data.left_out_line(rows))]
     return "\n".join([*lines, "", *notes])
 
 
@@ -40,7 +40,7 @@ def _cells(row: Row, on_front: bool) -> list[str]:
     return ["*" if on_front else "", trial, row.label, *kv, f"{row.cost.throughput_ratio.value:.2f}", *accuracy, f"{row.gap or 0.0:.2f}"]
 
 
-def _aligned(cells: list[list[str]], label: int = 2) -> list[str]:
+def aligned(cells: list[list[str]], label: int = 2) -> list[str]:
     """Columns two blanks apart; the label takes what the others leave of `WIDTH`, and is cut there."""
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     widths[label] = min(widths[label], WIDTH - sum(widths) + widths[label] - 2 * (len(widths) - 1))

@@ -92,7 +92,7 @@ def test_page_needs_no_network(whole: tuple[Path, list[Path], list[Row]]) -> Non
 def test_page_holds_every_figure_inline_with_its_own_ids(whole: tuple[Path, list[Path], list[Row]]) -> None:
     parsed = Page((whole[0] / "report.html").read_text(encoding="utf-8"))
     large = [attributes for tag, attributes in parsed.tags if tag == "svg" and not (attributes.get("class") or "").startswith(("spark", "small"))]
-    empty = {"importance": "compressed trials: too few to tell", "gate_profiles": "No front trial here has weights"}
+    empty = {"importance": "compressed trials: too few to tell", "gate_profiles": "No front trial here has weights", "rescored": "No trial has been re-scored"}
     assert [attributes["aria-label"] for attributes in large] == [drawing.heading for drawing in page.DRAWINGS if drawing.name not in empty]
     assert all(reason in "".join(parsed.text) for reason in empty.values())
     ids = [attributes["id"] for _, attributes in parsed.tags if "id" in attributes]

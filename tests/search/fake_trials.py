@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import sys
 import time
 import types
 from pathlib import Path
+from typing import Any
 
 from mitigate.config import ConfigError, TrialConfig, VariantConfig, content_hash, to_dict
+from mitigate.files import write_atomic
 from mitigate.rows import Cost, Interval, Row
+from mitigate.stage import Stage
 
 
 def fake_registry() -> types.ModuleType:
@@ -68,12 +72,78 @@ def make_row(config: TrialConfig, *, label: str, trial: int | None, anchor: bool
     )
 
 
-def ok(config: TrialConfig, *, label: str, trial: int | None = None, anchor: bool = False, out: Path | None = None, cache: Path | None = None) -> Row:
+def ok(config: TrialConfig, *, label: str, trial: int | None = None, anchor: bool = False, out: Path | None = None, **rest: object) -> Row:
     """At once; says so in `executions.log` of the study folder."""
     if out is not None:
         with (out.parent.parent / "executions.log").open("a") as log:
             log.write(f"{trial}\n")
     return make_row(config, label=label, trial=trial, anchor=anchor)
+
+
+def staged(config: TrialConfig, *, stage: Stage, out: Path, trial: int | None = None, **rest: Any) -> Row:
+    """Stage by stage as a real trial: "trains" ten updates at a time from a checkpoint, scores better the longer it trained, and has its costs measured last.
+
+    `executions.log` of the study folder gets a line per start, `updates.log` one per ten updates that were done.
+    """
+    study = out.parent.parent
+    _append(study / "executions.log", f"{trial} {stage.kind} {stage.rung}")
+    whole = make_row(config, trial=trial, label=rest["label"], anchor=rest["anchor"])
+    if stage.kind == "cost":
+        return Row.from_json((out / stage.scored_file).read_text()).model_copy(update={"cost": whole.cost})
+    target = config.train.updates if stage.updates is None else stage.updates
+    checkpoint = out / "checkpoint.pt"
+    done = int(checkpoint.read_text()) if checkpoint.exists() else 0
+    while done < target:
+        done = min(done + 10, target)
+        _append(study / "updates.log", f"{trial} {done}")
+        write_atomic(checkpoint, str(done).encode())
+    learned = done / config.train.updates
+    assert whole.mean_accuracy is not None and whole.a_min is not None
+    scores = {"mean_accuracy": whole.mean_accuracy * learned, "a_min": whole.a_min * learned}
+    return whole.model_copy(update=scores | {"cost": None, "updates": done, "rung": None if stage.updates is None else stage.rung})
+
+
+def staged_vector_fails(config: TrialConfig, *, stage: Stage, **rest: Any) -> Row:
+    """As `staged`, but vector gates fail at the first rung."""
+    if config.variant.gate == "vector" and stage.rung == 0:
+        raise ValueError("no such thing")
+    return staged(config, stage=stage, **rest)
+
+
+def staged_other_speed(config: TrialConfig, *, stage: Stage, trial: int | None = None, **rest: Any) -> Row:
+    """As `staged`, on a machine where throughput comes out differently."""
+    row = staged(config, stage=stage, trial=trial, **rest)
+    if row.cost is None:
+        return row
+    other = 1.0 + 0.01 * ((trial or 0) * 37 % 11)
+    return row.model_copy(update={"cost": row.cost.model_copy(update={"throughput_ratio": Interval(value=other, low=other, high=other)})})
+
+
+def staged_slowly(config: TrialConfig, **rest: Any) -> Row:
+    """As `staged`, in a tenth of a second and more."""
+    time.sleep(0.1)
+    return staged(config, **rest)
+
+
+def staged_uneven(config: TrialConfig, *, trial: int | None = None, **rest: Any) -> Row:
+    """As `staged`, in a time that another process, or another run, would not repeat."""
+    time.sleep(random.SystemRandom().uniform(0, 0.3))
+    return staged(config, trial=trial, **rest)
+
+
+def staged_dying(config: TrialConfig, *, stage: Stage, out: Path, trial: int | None = None, **rest: Any) -> Row:
+    """As `staged`, but the first execution of each stage of every third trial is killed after it wrote its checkpoint."""
+    mark = out / f"died-{stage.kind}-{stage.rung}"
+    row = staged(config, stage=stage, out=out, trial=trial, **rest)
+    if trial is not None and trial % 3 == 0 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), 9)
+    return row
+
+
+def _append(path: Path, line: str) -> None:
+    with path.open("a") as log:
+        log.write(line + "\n")
 
 
 def slow(config: TrialConfig, *, out: Path | None = None, **rest: object) -> Row:

@@ -68,7 +68,9 @@ def drain(executor: Executor, limit_s: float = 60.0) -> list[Any]:
 def test_every_executor_gives_a_row_and_leaves_it_on_disk(executor: Executor, tmp_path: Path, run: str, kind: str | None) -> None:
     executor.submit(make_task(tmp_path, 3, run, anchor=True))
     assert executor.in_flight == 1
-    (row,) = drain(executor)
+    (done,) = drain(executor)
+    row = done.row
+    assert done.task.number == 3
     assert (row.trial, row.anchor, row.label, row.status) == (3, True, "some variant", "infeasible" if kind else "ok")
     assert (row.error and row.error.kind) == kind
     assert (tmp_path / "trials" / "0003" / "result.json").read_text() == row.to_json() + "\n"
@@ -123,7 +125,7 @@ def test_a_task_that_gets_no_worker_ends_the_search_in_time(ray_session: Any, tm
     time.sleep(0.5)
     executor = RayExecutor(2)
     executor.submit(make_task(tmp_path, timeout_s=0.5))
-    with pytest.raises(ExecutorError, match=r"trial 0 got no worker within \d+ s \(0 CPUs free, 1 needed\)"):
+    with pytest.raises(ExecutorError, match=r"trial 0 got no worker within \d+ s \(0 CPUs, 0 GPUs, \S+ GiB free, 1 CPU needed\)"):
         drain(executor, 20)
     executor.close()
     ray_session.cancel(hold, force=True)

@@ -1,0 +1,189 @@
+"""How a study stands, read from its folder without a lock and without writing: safe beside a running search, from any process that sees the folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
+
+from mitigate import pareto, requirements
+from mitigate.config import SearchConfig, from_dict
+from mitigate.results import read_config, read_rows
+from mitigate.search.study import repair_journal
+
+RECENT = 20  # finished trials that the rate is taken from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A trial that is proposed and not told. `doing` is in words; `since_s` is None where it has not started."""
+
+    number: int
+    label: str
+    doing: str
+    attempt: int
+    since_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """A study at a moment. `left_s` is an estimate from the last trials, None without one or without a driver."""
+
+    name: str
+    driver: str
+    alive: bool
+    trials: int
+    ok: int
+    stopped: int
+    infeasible: int
+    running: tuple[Running, ...]
+    updates: int
+    front: tuple[int, ...]
+    hypervolume: float
+    a_min: float | None  # best of the front
+    failures: dict[str, int]
+    requirements: tuple[str, ...]
+    left_s: float | None
+
+    @property
+    def done(self) -> int:
+        return self.ok + self.stopped + self.infeasible
+
+
+def read_status(folder: Path) -> Status:
+    """The state of a study.
+
+    Raises:
+        ConfigError: `folder` holds no study of this version.
+    """
+    config = from_dict(SearchConfig, read_config(folder))
+    rows = read_rows(folder)
+    told = {row.trial for row in rows}
+    trials = _trials(folder)
+    wanted = [requirements.parse(text) for text in config.require]
+    finished = [row for row in rows if row.status == "ok" and all(requirements.violation(row, one) <= 0 for one in wanted)]
+    front = pareto.front(finished)
+    driver, alive = _driver(folder)
+    states = Counter(row.status for row in rows)
+    return Status(
+        name=config.name,
+        driver=driver,
+        alive=alive,
+        trials=config.trials,
+        ok=states["ok"],
+        stopped=states["stopped"],
+        infeasible=states["infeasible"],
+        running=tuple(_running(folder, trial) for trial in trials if trial.state == TrialState.RUNNING and trial.number not in told),
+        updates=sum(row.updates for row in rows),
+        front=tuple(row.trial for row in front if row.trial is not None),
+        hypervolume=pareto.hypervolume(finished),
+        a_min=max((row.a_min for row in front if row.a_min is not None and not pareto.is_full(row)), default=None),
+        failures=dict(Counter(row.error.kind for row in rows if row.error is not None)),
+        requirements=config.require,
+        left_s=_left(trials, config.trials - len(rows)) if alive else None,
+    )
+
+
+def lines(status: Status) -> list[str]:
+    """The status in words, the summary first."""
+    counts = [f"{status.done}/{status.trials} done", f"{len(status.running)} running"]
+    counts += [f"{status.stopped} stopped at a rung"] if status.stopped else []
+    counts += [f"{status.infeasible} infeasible ({', '.join(f'{n} {kind}' for kind, n in status.failures.items())})" if status.failures else "0 infeasible"]
+    best = "" if status.a_min is None else f", best A_min of a compressed trial {status.a_min:.3f}"
+    left = "" if status.left_s is None else f", about {clock(status.left_s)} left"
+    found = [f"{status.name}: {', '.join(counts)}{left}"]
+    met = f" of those that meet {' and '.join(status.requirements)}" if status.requirements else ""
+    found.append(f"front{met}: {len(status.front)} trials, hypervolume {status.hypervolume:.4f}{best}; {status.updates} updates")
+    found.append(f"driver: {status.driver}")
+    for trial in status.running:
+        since = "" if trial.since_s is None else f", for {clock(trial.since_s)}"
+        again = f", attempt {trial.attempt}" if trial.attempt > 1 else ""
+        found.append(f"  trial {trial.number} {trial.label}: {trial.doing}{since}{again}")
+    return found
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, with hours from one hour on."""
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}" if whole >= 3600 else f"{whole // 60}:{whole % 60:02d}"
+
+
+def _trials(folder: Path) -> list[FrozenTrial]:
+    """The journal's trials, from a copy: a line that is being written is left out."""
+    path = folder / "study.journal"
+    if not path.exists():
+        return []
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(shutil.copyfile(path, Path(temporary) / "study.journal"))
+        repair_journal(copy)
+        storage = JournalStorage(JournalFileBackend(str(copy)))
+        names = optuna.get_all_study_names(storage)
+        if len(names) != 1:
+            return []
+        return optuna.load_study(study_name=names[0], storage=storage, sampler=optuna.samplers.RandomSampler()).get_trials()
+
+
+def _running(folder: Path, trial: FrozenTrial) -> Running:
+    place = folder / "trials" / f"{trial.number:04d}"
+    started = _started(place)
+    scored = sorted(int(path.stem.removeprefix("rung-")) for path in place.glob("rung-*.json"))
+    doing, since = "waits to start", None
+    if started:
+        kind, rung = started.get("kind", "score"), started.get("rung", 0)
+        ended = kind == "score" and rung in scored
+        waits = f"waits after rung {rung}" if f"rung:{rung}" not in trial.user_attrs else f"goes on after rung {rung}"
+        words = "measures costs" if kind == "cost" else f"trains and scores (rung {rung})"
+        doing = waits if ended else f"{words} on {started['host']}, process {started['pid']}"
+        since = None if ended else max(0.0, time.time() - started["time"])
+    return Running(number=trial.number, label=str(trial.user_attrs["label"]), doing=doing, attempt=int(started.get("attempt", 1)), since_s=since)
+
+
+def _started(place: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((place / "started.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and "time" in found else {}
+
+
+def _driver(folder: Path) -> tuple[str, bool]:
+    """Who drives the study, and whether it is known to be alive. A lock file that was left over names a process that is gone."""
+    try:
+        text = (folder / "driver.lock").read_text(encoding="utf-8").strip()
+    except OSError:
+        return "none", False
+    found = re.fullmatch(r"process (\d+) on (\S+)", text)
+    if found is None:
+        return "none", False
+    pid, host = int(found[1]), found[2]
+    if host != socket.gethostname():
+        return f"{text}, which cannot be asked from here", False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return f"none (the last was {text})", False
+    except PermissionError:
+        pass
+    return text, True
+
+
+def _left(trials: list[FrozenTrial], left: int) -> float | None:
+    """Seconds for `left` trials at the rate of the last that finished."""
+    ends = sorted(trial.datetime_complete.timestamp() for trial in trials if trial.datetime_complete is not None)[-RECENT:]
+    if len(ends) < 2 or left < 1:
+        return None
+    return (time.time() - ends[0]) / (len(ends) - 1) * left
