@@ -18,7 +18,7 @@ from mitigate.outcomes import read
 from mitigate.report import page
 from mitigate.rows import Row
 from mitigate.surgery import attach
-from mitigate.trial import score_trained, store_weights
+from mitigate.trial import score_trained, store_weights, with_cost
 
 SPACE = {"window": [8, 12, 16], "stagger": ["none", "half"]}
 
@@ -186,7 +186,8 @@ def test_a_trial_stores_outcomes_that_agree_with_its_row(tmp_path: Path, monkeyp
     for trial, variant in enumerate((VariantConfig(window=4, stride=4), VariantConfig(window=4, stride=2))):
         config, folder = replace(template, variant=variant), study / "trials" / f"{trial:04d}"
         attached = attach(bases.build(config.base), config.variant)  # untrained: what is stored is what matters
-        rows.append(score_trained(attached, config, label=f"trial {trial}", out=folder, cache=tmp_path).model_copy(update={"trial": trial}))
+        row = score_trained(attached, config, label=f"trial {trial}", out=folder)
+        rows.append(with_cost(row, attached, config, cache=tmp_path).model_copy(update={"trial": trial}))
         store_weights(attached, folder)
         store_row(study, rows[-1])
         found = read(folder / "outcomes.safetensors")

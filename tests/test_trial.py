@@ -36,6 +36,7 @@ from mitigate.config import (
     to_dict,
 )
 from mitigate.rows import Row
+from mitigate.stage import Stage
 from mitigate.surgery import BACKEND, attach
 from mitigate.tasks import retrieval
 
@@ -401,6 +402,82 @@ def test_a_wrong_name_is_refused_before_any_work(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(bases, "load", lambda *args, **kwargs: pytest.fail("the base was loaded"))
     with pytest.raises(ConfigError, match="did you mean 'vector'"):
         trial.run_trial(replace(CONFIG, variant=VariantConfig(gate="vectr", window=4, stride=4)), cache=tmp_path)
+
+
+# in stages -------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rungs", [(), (2,), (1, 4)])
+def test_stages_give_what_one_go_gives(finished: tuple[Row, Path, list[str]], base_cache: Path, tmp_path: Path, rungs: tuple[int, ...]) -> None:
+    folder, last = tmp_path / "out", len(rungs)
+    for rung, updates in enumerate(rungs):
+        row = trial.run_stage(CONFIG, stage=Stage(rung=rung, updates=updates, prompts=2), out=folder, trial=3, anchor=True, cache=base_cache)
+        assert (row.rung, row.updates, row.cost, row.scores[0].clusters) == (rung, updates, None, 2)
+        assert not (folder / trial.MODEL_FILE).exists()
+        (folder / Stage(rung=rung).scored_file).write_text(row.to_json())
+    stage = Stage(rung=last, updates=CONFIG.train.updates if rungs else None)
+    row = trial.run_stage(CONFIG, stage=stage, out=folder, trial=3, anchor=True, cache=base_cache)
+    assert row.cost is None and row.wall_s >= row.train_s + row.score_s
+    (folder / stage.scored_file).write_text(row.to_json())
+    row = trial.run_stage(CONFIG, stage=Stage(kind="cost", rung=last), out=folder, cache=base_cache)
+    assert metrics(row) == metrics(finished[0]) | {"rung": last if rungs else None}
+    for name in (trial.MODEL_FILE, trial.COMPRESSOR_FILE):
+        one, other = load_file(folder / name), load_file(finished[1] / name)
+        assert all(torch.equal(one[key], other[key]) for key in one | other)
+
+
+def test_seconds_are_those_of_all_stages(base_cache: Path, tmp_path: Path) -> None:
+    first = trial.run_stage(CONFIG, stage=Stage(rung=0, updates=3, prompts=2), out=tmp_path, cache=base_cache)
+    (tmp_path / "rung-0.json").write_text(first.model_copy(update={"train_s": 100.0, "wall_s": 200.0, "score_s": 50.0, "base_s": 10.0}).to_json())
+    second = trial.run_stage(CONFIG, stage=Stage(rung=1, updates=7, prompts=2), out=tmp_path, cache=base_cache)
+    assert 100 < second.train_s < 110 and 200 < second.wall_s < 220 and 50 < second.score_s < 60 and 10 < second.base_s < 15
+
+
+@pytest.mark.parametrize("killed_after", [1, 3, 6])
+def test_a_killed_fine_tune_goes_on_bit_for_bit(base_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_after: int) -> None:
+    monkeypatch.setattr(train, "CHECKPOINT_EVERY", 1)
+
+    def weights(checkpoint: Path | None, stop: int | None) -> tuple[list[torch.Tensor], Any]:
+        def on_update(done: int, loss: float) -> None:
+            if done == stop:
+                raise KeyboardInterrupt
+
+        torch.manual_seed(0)
+        with loaded(base_cache, CONFIG.variant) as attached:
+            done = train.fine_tune(attached, CONFIG.task, CONFIG.train, seed=1, checkpoint=checkpoint, on_update=on_update)
+            return [*attached.model.state_dict().values(), *attached.compressors.state_dict().values()], done
+
+    whole, all_of_it = weights(None, None)
+    path = tmp_path / "checkpoint.pt"
+    with pytest.raises(KeyboardInterrupt):
+        weights(path, killed_after)
+    again, rest = weights(path, None)
+    assert rest == all_of_it and all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", "other seed", "cut"])
+def test_a_checkpoint_that_does_not_fit_is_not_looked_at(base_cache: Path, tmp_path: Path, content: bytes | str) -> None:
+    path = tmp_path / "checkpoint.pt"
+
+    def trained(seed: int, checkpoint: Path | None, until: int | None = None) -> Any:
+        torch.manual_seed(0)
+        with loaded(base_cache, CONFIG.variant) as attached:
+            return train.fine_tune(attached, CONFIG.task, CONFIG.train, seed=seed, until=until, checkpoint=checkpoint)
+
+    expected = trained(1, None)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        trained(2 if content == "other seed" else 1, path, until=3)
+        if content == "cut":
+            path.write_bytes(path.read_bytes()[:-1000])
+    assert trained(1, path) == expected
+
+
+def test_costs_of_weights_that_lie_elsewhere_are_those_of_the_same_shapes(finished: tuple[Row, Path, list[str]], base_cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "rung-0.json").write_text(finished[0].model_copy(update={"cost": None}).to_json())
+    row = trial.run_stage(CONFIG, stage=Stage(kind="cost"), out=tmp_path, cache=base_cache)
+    assert metrics(row) == metrics(finished[0])
 
 
 # fine-tuning -----------------------------------------------------------------------------------------------------------------------------------
