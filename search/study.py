@@ -158,8 +158,9 @@ class StudyOwner:
             return 0
         if not self.config.rungs.updates:
             return max(0, number - self.config.lag + 1)
-        bracket = self.config.rungs.bracket
-        return max(0, beyond // bracket - 1) * bracket + len(self._anchors)
+        size = self.config.rungs.bracket
+        before = beyond // size - 1  # brackets that it knows
+        return len(self._anchors) + before * size if before > 0 else 0
 
     def propose(self, bracket: int | None = None) -> Proposal | None:
         """Store the next trial: an anchor, then the sampler's choice among variants not proposed before. None when there is none left.

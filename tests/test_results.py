@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from mitigate import pareto, results
+from mitigate import pareto, rescored, results
 from mitigate.config import ConfigError
 from mitigate.files import write_atomic
 from mitigate.rows import Row
@@ -163,3 +163,9 @@ def test_every_column_is_documented_and_nothing_else() -> None:
     expected = {"versions.<package>" if name.startswith("versions.") else name for name in results.table(fake_rows(3)).column_names}
     assert len(documented) == len(set(documented))
     assert set(documented) == expected
+
+
+def test_every_column_of_rescored_trials_is_documented() -> None:
+    section = DOCUMENTED.read_text(encoding="utf-8").split("## Re-scored trials")[1].split("\n## ")[0]
+    named = {name for line in section.splitlines() if line.startswith("| `") for name in re.findall(r"`([^`]+)`", line.split("|")[1])}
+    assert named == set(rescored.COLUMNS)

@@ -211,7 +211,7 @@ def test_reproducible_proposals_know_a_fixed_set_and_no_throughput(make_config: 
     assert [r[2] for r in first] != [r[2] for r in second], "throughput was measured differently"
     with StudyOwner.open(config, tmp_path / "a") as owner:
         known = [len(t.user_attrs["known"]) for t in owner.trials()]
-    assert known == ([0] * 2 + [max(0, (n - 2) // 6 - 1) * 6 + 2 for n in range(2, 26)] if rungs else [max(0, n - 2) if n >= 2 else 0 for n in range(26)])
+    assert known == ([0] * 14 + [8] * 6 + [14] * 6 if rungs else [max(0, n - 2) if n >= 2 else 0 for n in range(26)])
     assert verify_study(tmp_path / "a" / "study").differences == ()
 
 
