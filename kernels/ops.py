@@ -1,8 +1,11 @@
-"""Pool and attend as PyTorch operators: the one door to the kernels, for every device, under autograd and `torch.compile`.
+"""Pool, attend and decode as PyTorch operators: the one door to the kernels, for every device, under autograd and `torch.compile`.
 
 Forward and backward are separate operators, each with a fake that shares the counts of `visibility`. On a CUDA device they run the Triton kernels,
 elsewhere, and where Triton is not installed, the plain PyTorch of `views` and `blocked`. Triton is imported on the first CUDA call.
-The log-sum-exp that both return has no gradient.
+The log-sum-exp that pool and attend return has no gradient.
+
+A model with a variant goes through these operators on the kinds of device in `OPERATED`; on others it calls `views` and `blocked` directly, which is faster
+there: weights are kept for the backward pass, and no dispatch stands in between.
 
 Shapes: B batch, T tokens, N summaries, H query heads, G kv heads, D head dim of keys, V of values, P bypassed tokens, E gate channels (1 or D),
 Z and U roles of logits and payload. Packed sequences (`cu_seqlens`) have B = 1 and one length of tokens, and of summaries, after another.
@@ -21,13 +24,26 @@ from torch import Tensor
 
 from mitigate.kernels import blocked, views, visibility
 
+OPERATED = frozenset({"cuda"})  # kinds of device on which a model's pooling and attention are these operators
+TRITON = frozenset({"cuda"})  # kinds of device on which the operators run Triton kernels, where it is installed
+
 
 def backend(device: torch.device | str) -> str:
     """What really runs on a device; recorded with every result."""
-    kind = torch.device(device).type
-    if kind == "cuda" and has_triton():
+    where = torch.device(device)
+    if runs_triton(where):
         return f"triton-{metadata.version('triton')}"
-    return f"torch-{kind}-blocked"
+    return f"torch-{where.type}-blocked"
+
+
+def operated(device: torch.device) -> bool:
+    """Whether a model on this device pools and attends through the operators."""
+    return device.type in OPERATED
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether the operators run Triton kernels on this device."""
+    return device.type in TRITON and has_triton()
 
 
 def has_triton() -> bool:
@@ -63,6 +79,10 @@ def pool(z_BTZGE: Tensor | None, u_BTUGD: Tensor, *, window: int, stride: int, o
 
 @torch.library.custom_op("mitigate::pool", mutates_args=())
 def _pool(z: Tensor, u: Tensor, window: int, stride: int, origin: int, windows: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    if runs_triton(u.device):
+        from mitigate.kernels import pool as kernel
+
+        return kernel.pool_fwd(_unit(z), _unit(u), window=window, stride=stride, origin=origin, cu_seqlens=cu_seqlens)
     grid = (window, stride, origin)
     if cu_seqlens is None:
         return _pooled(z, u, grid)
@@ -82,19 +102,15 @@ def _(z: Tensor, u: Tensor, window: int, stride: int, origin: int, windows: int,
     return u.new_empty(batch, windows, groups, dim), u.new_empty(batch, windows, groups, _channels(z), dtype=_wide(z, u))
 
 
-@_pool.register_kernel("cuda")
-def _pool_cuda(z: Tensor, u: Tensor, window: int, stride: int, origin: int, windows: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    if not has_triton():
-        return _pool._init_fn(z, u, window, stride, origin, windows, cu_seqlens)
-    from mitigate.kernels import pool as kernel
-
-    return kernel.pool_fwd(_unit(z), _unit(u), window=window, stride=stride, origin=origin, cu_seqlens=cu_seqlens)
-
-
 @torch.library.custom_op("mitigate::pool_backward", mutates_args=())
 def _pool_backward(
     dout: Tensor, z: Tensor, u: Tensor, out: Tensor, lse: Tensor, window: int, stride: int, origin: int, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    if runs_triton(u.device):
+        from mitigate.kernels import pool as kernel
+
+        dz, du = kernel.pool_bwd(dout, _unit(z), _unit(u), out, lse, window=window, stride=stride, origin=origin, cu_seqlens=cu_seqlens)
+        return torch.zeros_like(z) if dz is None else dz, du
     grid = (window, stride, origin)
     if cu_seqlens is None:
         return _contiguous(views.pool_backward(dout, z, u, out, lse, grid))
@@ -107,18 +123,6 @@ def _pool_backward(
 @_pool_backward.register_fake
 def _(dout: Tensor, z: Tensor, u: Tensor, out: Tensor, lse: Tensor, window: int, stride: int, origin: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     return z.new_empty(z.shape), u.new_empty(u.shape)
-
-
-@_pool_backward.register_kernel("cuda")
-def _pool_backward_cuda(
-    dout: Tensor, z: Tensor, u: Tensor, out: Tensor, lse: Tensor, window: int, stride: int, origin: int, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    if not has_triton():
-        return _pool_backward._init_fn(dout, z, u, out, lse, window, stride, origin, cu_seqlens)
-    from mitigate.kernels import pool as kernel
-
-    dz, du = kernel.pool_bwd(dout, _unit(z), _unit(u), out, lse, window=window, stride=stride, origin=origin, cu_seqlens=cu_seqlens)
-    return torch.zeros_like(z) if dz is None else dz, du
 
 
 def _pool_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -204,6 +208,12 @@ def _attend(
     cu_seqlens: Tensor | None,
     cu_bypass: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    if runs_triton(q.device):
+        from mitigate.kernels import attend as kernel
+
+        rest = (window, stride, origin, local, scale, q_start, k_start, cu_seqlens, cu_bypass)
+        return kernel.attend_fwd(_unit(q), _unit(ks), _unit(vs), _unit(k), _unit(v), **_named(rest, kb, vb, pos))
+
     def one(parts: Sequence[Tensor], plan: blocked.Plan) -> tuple[Tensor, ...]:
         out, lse, _ = blocked.forward(parts, plan, scale, want_lse=True)
         assert lse is not None
@@ -239,34 +249,6 @@ def _(
     return q.new_empty(batch, length, heads, v.shape[3]), q.new_empty(batch, length, heads, dtype=_wide(q))
 
 
-@_attend.register_kernel("cuda")
-def _attend_cuda(
-    q: Tensor,
-    ks: Tensor,
-    vs: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kb: Tensor,
-    vb: Tensor,
-    pos: Tensor,
-    window: int,
-    stride: int,
-    origin: int,
-    local: int,
-    scale: float,
-    q_start: int,
-    k_start: int,
-    cu_seqlens: Tensor | None,
-    cu_bypass: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    rest = (window, stride, origin, local, scale, q_start, k_start, cu_seqlens, cu_bypass)
-    if not has_triton():
-        return _attend._init_fn(q, ks, vs, k, v, kb, vb, pos, *rest)
-    from mitigate.kernels import attend as kernel
-
-    return kernel.attend_fwd(_unit(q), _unit(ks), _unit(vs), _unit(k), _unit(v), **_named(rest, kb, vb, pos))
-
-
 @torch.library.custom_op("mitigate::attend_backward", mutates_args=())
 def _attend_backward(
     dout: Tensor,
@@ -290,14 +272,21 @@ def _attend_backward(
     cu_seqlens: Tensor | None,
     cu_bypass: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if runs_triton(q.device):
+        from mitigate.kernels import attend as kernel
+
+        rest = (window, stride, origin, local, scale, q_start, k_start, cu_seqlens, cu_bypass)
+        found = kernel.attend_bwd(dout, _unit(q), _unit(ks), _unit(vs), _unit(k), _unit(v), out, lse, **_named(rest, kb, vb, pos))
+        dq, dks, dvs, dk, dv, dkb, dvb = found
+        return dq, dks, dvs, dk, dv, torch.zeros_like(kb) if dkb is None else dkb, torch.zeros_like(vb) if dvb is None else dvb
     parts = (q, ks, vs, k, v, kb, vb)
     calls = _calls(parts, pos, (window, stride, origin), local, q_start, k_start, cu_seqlens, cu_bypass)
     douts = [dout] if cu_seqlens is None else [dout[:, rows] for rows in _slices(cu_seqlens)]
-    found = [
+    each = [
         tuple(x.transpose(1, 2) for x in blocked.backward(banks, incoming.transpose(1, 2), plan, scale))
         for (banks, plan), incoming in zip(calls, douts, strict=True)
     ]
-    dq, dks, dvs, dk, dv, dkb, dvb = _joined(found, like=tuple(x[:, :0] for x in parts))
+    dq, dks, dvs, dk, dv, dkb, dvb = _joined(each, like=tuple(x[:, :0] for x in parts))
     return dq, dks, dvs, dk, dv, dkb, dvb
 
 
@@ -328,38 +317,6 @@ def _(
     return dq, dks, dvs, dk, dv, dkb, dvb
 
 
-@_attend_backward.register_kernel("cuda")
-def _attend_backward_cuda(
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    ks: Tensor,
-    vs: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kb: Tensor,
-    vb: Tensor,
-    pos: Tensor,
-    window: int,
-    stride: int,
-    origin: int,
-    local: int,
-    scale: float,
-    q_start: int,
-    k_start: int,
-    cu_seqlens: Tensor | None,
-    cu_bypass: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rest = (window, stride, origin, local, scale, q_start, k_start, cu_seqlens, cu_bypass)
-    if not has_triton():
-        return _attend_backward._init_fn(dout, out, lse, q, ks, vs, k, v, kb, vb, pos, *rest)
-    from mitigate.kernels import attend as kernel
-
-    dq, dks, dvs, dk, dv, dkb, dvb = kernel.attend_bwd(dout, _unit(q), _unit(ks), _unit(vs), _unit(k), _unit(v), out, lse, **_named(rest, kb, vb, pos))
-    return dq, dks, dvs, dk, dv, torch.zeros_like(kb) if dkb is None else dkb, torch.zeros_like(vb) if dvb is None else dvb
-
-
 def _attend_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     out, lse = output
     ctx.mark_non_differentiable(lse)
@@ -372,6 +329,142 @@ def _attend_autograd(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Tensor |
 
 
 _attend.register_autograd(_attend_autograd, setup_context=_attend_context)
+
+
+# decode ----------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def decode(
+    q_BHD: Tensor,
+    ks_BNGD: Tensor,
+    vs_BNGV: Tensor,
+    k_BXGD: Tensor,
+    v_BXGV: Tensor,
+    *,
+    window: int,
+    stride: int,
+    origin: int = 0,
+    local: int,
+    scale: float,
+    position: int,
+    kb_BPGD: Tensor | None = None,
+    vb_BPGV: Tensor | None = None,
+) -> Tensor:
+    """One query per sequence, at the same position, over banks that hold what it sees and nothing else, as a cache does.
+
+    Args:
+        q_BHD: queries; G divides H.
+        ks_BNGD, vs_BNGV: the ``num_completed(position)`` summaries, window 0 first.
+        k_BXGD, v_BXGV: the exact tokens from ``exact_lo(position)`` to the query's own.
+        kb_BPGD, vb_BPGV: bypassed tokens, all before those.
+
+    Returns:
+        out [B, H, V].
+
+    Raises:
+        ValueError: a bank does not hold what the query sees.
+    """
+    low = visibility.exact_lo(position, window, stride, origin, local)
+    counts = (visibility.num_completed(position, window, stride, origin), position + 1 - low)
+    if (ks_BNGD.shape[1], k_BXGD.shape[1]) != counts:
+        held = f"{ks_BNGD.shape[1]} and {k_BXGD.shape[1]}"
+        raise ValueError(f"decode: the query at {position} sees {counts[0]} summaries and {counts[1]} exact tokens, the banks hold {held}")
+    kb = k_BXGD[:, :0] if kb_BPGD is None else kb_BPGD
+    vb = v_BXGV[:, :0] if vb_BPGV is None else vb_BPGV
+    if kb.shape[1] and not low:
+        raise ValueError(f"decode: the query at {position} sees every token exactly, but the banks hold {kb.shape[1]} bypassed ones")
+    out: Tensor = _decode(q_BHD, ks_BNGD, vs_BNGV, k_BXGD, v_BXGV, kb, vb, window, stride, origin, local, scale, position)
+    return out
+
+
+@torch.library.custom_op("mitigate::decode", mutates_args=())
+def _decode(
+    q: Tensor,
+    ks: Tensor,
+    vs: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kb: Tensor,
+    vb: Tensor,
+    window: int,
+    stride: int,
+    origin: int,
+    local: int,
+    scale: float,
+    position: int,
+) -> Tensor:
+    if runs_triton(q.device):
+        from mitigate.kernels import decode as kernel
+
+        # Every bypassed token given is seen; position 0 says so without a list of them.
+        bank: dict[str, Any] = {"kb_BPGD": _unit(kb), "vb_BPGV": _unit(vb), "pos_b": kb.new_zeros(kb.shape[1], dtype=torch.int32)} if kb.shape[1] else {}
+        first = position + 1 - k.shape[1]
+        grid: dict[str, Any] = {"window": window, "stride": stride, "origin": origin, "local": local, "scale": scale}
+        return kernel.decode_fwd(_unit(q), _unit(ks), _unit(vs), _unit(k), _unit(v), **grid, position=position, k_start=first, **bank)[0]
+    keys, values = _entries(ks, kb, k), _entries(vs, vb, v)
+    return blocked.attend(q[:, :, None], keys, values, None, scale)[:, :, 0].contiguous()
+
+
+@_decode.register_fake
+def _(
+    q: Tensor,
+    ks: Tensor,
+    vs: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kb: Tensor,
+    vb: Tensor,
+    window: int,
+    stride: int,
+    origin: int,
+    local: int,
+    scale: float,
+    position: int,
+) -> Tensor:
+    return q.new_empty(*q.shape[:2], v.shape[3])
+
+
+@torch.library.custom_op("mitigate::decode_backward", mutates_args=())
+def _decode_backward(
+    dout: Tensor, q: Tensor, ks: Tensor, vs: Tensor, k: Tensor, v: Tensor, kb: Tensor, vb: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """In plain PyTorch on every device: training reads whole sequences, so that a gradient through a decode step is rare."""
+    wide, groups = _wide(q), k.shape[2]
+    keys, values = _entries(ks, kb, k).to(wide), _entries(vs, vb, v).to(wide)
+    q_BGRD, dout_BGRV = (x.unflatten(1, (groups, -1)).to(wide) for x in (q, dout))
+    alpha = (q_BGRD @ keys.mT * scale).softmax(dim=-1)
+    dlogits = torch._softmax_backward_data(dout_BGRV @ values.mT, alpha, -1, wide) * scale
+    counts = [x.shape[1] for x in (ks, kb, k)]
+    dks, dkb, dk = (dlogits.mT @ q_BGRD).transpose(1, 2).split(counts, dim=1)
+    dvs, dvb, dv = (alpha.mT @ dout_BGRV).transpose(1, 2).split(counts, dim=1)
+    found = ((dlogits @ keys).flatten(1, 2), dks, dvs, dk, dv, dkb, dvb)
+    dq, dks, dvs, dk, dv, dkb, dvb = (x.to(q.dtype, copy=True, memory_format=torch.contiguous_format) for x in found)
+    return dq, dks, dvs, dk, dv, dkb, dvb
+
+
+@_decode_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, ks: Tensor, vs: Tensor, k: Tensor, v: Tensor, kb: Tensor, vb: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dks, dvs, dk, dv, dkb, dvb = (x.new_empty(x.shape) for x in (q, ks, vs, k, v, kb, vb))
+    return dq, dks, dvs, dk, dv, dkb, dvb
+
+
+def _entries(summary: Tensor, bypass: Tensor, exact: Tensor) -> Tensor:
+    """Banks side by side, heads first: [B, G, M, D]."""
+    return torch.cat([x.transpose(1, 2) for x in (summary, bypass, exact)], dim=2)
+
+
+def _decode_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:7])
+    ctx.scale = inputs[11]
+
+
+def _decode_autograd(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_decode_backward(dout, *ctx.saved_tensors, ctx.scale), *[None] * 6)
+
+
+_decode.register_autograd(_decode_autograd, setup_context=_decode_context)
 
 
 # helpers ---------------------------------------------------------------------------------------------------------------------------------------------

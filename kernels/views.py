@@ -10,6 +10,7 @@ X gate outputs (branches x kv heads x gate channels), R = ceil(W/S) roles, Z and
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,11 +100,35 @@ def gate_weights_of_rows(
 
 
 def _logits_by_role(h_BTC: torch.Tensor, weight_WCX: torch.Tensor, *, window: int, stride: int, start: int, count: int) -> torch.Tensor:
-    roles, outputs = math.ceil(window / stride), weight_WCX.shape[2]
-    h_BgSC = _token_groups(h_BTC, stride=stride, start=start, groups=count + roles - 1)
-    by_phase_SCRX = F.pad(weight_WCX, (0, 0, 0, 0, 0, roles * stride - window)).unflatten(0, (roles, stride)).permute(1, 2, 0, 3)
-    z_BgSRX = torch.einsum("bgsc,scy->bgsy", h_BgSC, by_phase_SCRX.flatten(2)).unflatten(3, (roles, outputs))
-    return torch.cat([z_BgSRX[:, r : r + count, : window - r * stride, r] for r in range(roles)], dim=2)
+    z_BgSRX = _mapped_by_role(h_BTC, weight_WCX, window=window, stride=stride, start=start, count=count)
+    return torch.cat([z_BgSRX[:, r : r + count, : window - r * stride, r] for r in range(z_BgSRX.shape[3])], dim=2)
+
+
+def _mapped_by_role(x_BTC: torch.Tensor, map_WCF: torch.Tensor, *, window: int, stride: int, start: int, count: int) -> torch.Tensor:
+    """Each row through the map of its offset, once per role in which a window may read it: [B, g, S, R, F]. Offsets beyond the window give zeros."""
+    roles, features = math.ceil(window / stride), map_WCF.shape[2]
+    x_BgSC = _token_groups(x_BTC, stride=stride, start=start, groups=count + roles - 1)
+    by_phase_SCRF = F.pad(map_WCF, (0, 0, 0, 0, 0, roles * stride - window)).unflatten(0, (roles, stride)).permute(1, 2, 0, 3)
+    return torch.einsum("bgsc,scy->bgsy", x_BgSC, by_phase_SCRF.flatten(2)).unflatten(3, (roles, features))
+
+
+def rows_by_role(x_BTC: torch.Tensor, map_WCF: torch.Tensor, bias_WF: torch.Tensor | None, *, window: int, stride: int, start: int, count: int) -> torch.Tensor:
+    """What `pool` takes, of the rows that the windows read: each row through the map of its offset, plus that offset's bias. [B, rows, R, F].
+
+    The rows are those from `start` (or row 0, where it is negative) to the last one of the last window; there must be a window.
+
+    Args:
+        map_WCF: one map per offset, or a single one for all; without a bias too, that is one role for all.
+    """
+    first, stop = max(start, 0), start + (count - 1) * stride + window
+    if map_WCF.shape[0] == 1 and bias_WF is None:
+        return (x_BTC[:, first:stop] @ map_WCF[0])[:, :, None]
+    cut = {"window": window, "stride": stride, "start": start, "count": count}
+    y_BgSRF = _mapped_by_role(x_BTC, map_WCF.expand(window, -1, -1), **cut)
+    if bias_WF is not None:
+        roles = y_BgSRF.shape[3]
+        y_BgSRF = y_BgSRF + F.pad(bias_WF, (0, 0, 0, roles * stride - window)).unflatten(0, (roles, stride)).transpose(0, 1)
+    return y_BgSRF.flatten(1, 2)[:, first - start : stop - start]
 
 
 def uniform_weights(batch: int, count: int, window: int, exists_NW: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -162,13 +187,10 @@ def pool_forward(z_BTZGE: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid, *, wa
         return _vector_forward(z_BTZGE, u_BTUGD, grid, want_lse)
     s_BNGW = _scalar_logits(z_BTZGE, u_BTUGD, grid)
     alpha_BNGW = s_BNGW.softmax(dim=-1)
-    lse = _lse(s_BNGW, alpha_BNGW, -1)[..., None] if want_lse else None
-    return _scalar_sum(alpha_BNGW, u_BTUGD, grid), lse, alpha_BNGW
-
-
-def _lse(s: torch.Tensor, alpha: torch.Tensor, dim: int) -> torch.Tensor:
-    """The largest weight is exp(largest logit - lse)."""
-    return s.amax(dim=dim) - alpha.amax(dim=dim).log()
+    # The largest weight is exp(largest logit - lse).
+    lse = (s_BNGW.amax(dim=-1) - alpha_BNGW.amax(dim=-1).log())[..., None] if want_lse else None
+    bands = _bands(alpha_BNGW, grid)
+    return _scalar_sum(bands, u_BTUGD, grid), lse, bands
 
 
 def pool_backward(
@@ -180,17 +202,23 @@ def pool_backward(
     grid: Grid,
     weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the logits and of the payload, exactly 0 where no window reads. Takes the weights, or makes them again from the log-sum-exp."""
+    """Gradients of the logits and of the payload, exactly 0 where no window reads. Takes the weights that `pool_forward` gave, or makes them again."""
     if z_BTZGE.shape[2] and z_BTZGE.shape[4] > 1:
         return _vector_backward(dout_BNGD, z_BTZGE, u_BTUGD, out_BNGD, lse_BNGE, grid, weights)
-    alpha_BNGW = _scalar_logits(z_BTZGE, u_BTUGD, grid).softmax(dim=-1) if weights is None else weights
-    dalpha_BNGW, du_BTUGD = _scalar_gradients(dout_BNGD, alpha_BNGW, u_BTUGD, grid)
+    bands = _bands(_scalar_logits(z_BTZGE, u_BTUGD, grid).softmax(dim=-1), grid) if weights is None else weights
+    dalphas, du_BTUGD = _scalar_gradients(dout_BNGD, bands, u_BTUGD, grid)
     if not z_BTZGE.shape[2]:
         return torch.zeros_like(z_BTZGE), du_BTUGD
-    ds_BNGW = torch._softmax_backward_data(dalpha_BNGW, alpha_BNGW, -1, alpha_BNGW.dtype)
-    rows_BTZG, roles = _gradient_rows(z_BTZGE[..., 0], grid, out_BNGD.shape[1], ds_BNGW.dtype)
-    for r, (place, ds) in enumerate(zip(roles, ds_BNGW.mT.split(grid[1], dim=2), strict=True)):
-        _put(place, ds, add=r > 0 and z_BTZGE.shape[2] == 1)
+    alphas = _band_entries(bands, dout_BNGD.shape)
+    # What the softmax subtracts: sum_i alpha_i dalpha_i = <dout, out>.
+    mean_BN1G = (dout_BNGD.to(bands.dtype) * out_BNGD).sum(dim=-1)[:, :, None]
+    rows_BTZG, places = _gradient_rows(z_BTZGE[..., 0], grid, out_BNGD.shape[1], bands.dtype)
+    for r, (place, alpha, dalpha) in enumerate(zip(places, alphas, dalphas, strict=True)):
+        alpha, dalpha = (x[:, :, : place.shape[2]] for x in (alpha, dalpha))
+        if r > 0 and z_BTZGE.shape[2] == 1:
+            place += (dalpha - mean_BN1G).mul_(alpha)
+        else:
+            torch.sub(dalpha, mean_BN1G, out=place).mul_(alpha)
     return rows_BTZG[..., None].to(z_BTZGE.dtype), du_BTUGD
 
 
@@ -276,15 +304,15 @@ class _BandSum(torch.autograd.Function):
         ctx.save_for_backward(alpha_BNGW, u)
         ctx.grid = grid
         with torch.autocast(u.device.type, enabled=False):
-            return _scalar_sum(alpha_BNGW, u, grid)
+            return _scalar_sum(_bands(alpha_BNGW, grid), u, grid)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.autocast(dout.device.type, enabled=False):
             alpha_BNGW, u = ctx.saved_tensors
-            dalpha_BNGW, du = _scalar_gradients(dout, alpha_BNGW, u, ctx.grid)
-        return dalpha_BNGW.mT, du, None
+            dalphas, du = _scalar_gradients(dout, _bands(alpha_BNGW, ctx.grid), u, ctx.grid)
+        return torch.cat(dalphas, dim=2)[:, :, : ctx.grid[0]], du, None
 
 
 def _heads_inside(groups: int, spans: int) -> bool:
@@ -293,20 +321,27 @@ def _heads_inside(groups: int, spans: int) -> bool:
 
 
 def _bands(alpha_BNGW: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """[B, g, R, G, S, G]: weight of a group's token p and head in the window that reads it in role r; zeros between heads and where none reads."""
+    """[X, g, R, H, S, H]: weight of a group's token p and head in the window that reads it in role r; zeros between heads and where none reads.
+
+    X = B and H = G where the heads of a token share one product, else X = B*G and H = 1.
+    """
     window, stride, _ = grid
-    batch, count, heads, _ = alpha_BNGW.shape
+    batch, count, groups, _ = alpha_BNGW.shape
     spans = math.ceil(window / stride)
-    bands = alpha_BNGW.new_zeros(batch, _groups(grid, count), spans, heads, stride, heads)
-    for place, alpha in zip(_band_entries(bands, count), alpha_BNGW.mT.split(stride, dim=2), strict=True):
+    size = (batch, groups) if _heads_inside(groups, spans) else (batch * groups, 1)
+    bands = alpha_BNGW.new_zeros(size[0], _groups(grid, count), spans, size[1], stride, size[1])
+    for place, alpha in zip(_band_entries(bands, (batch, count, groups)), alpha_BNGW.mT.split(stride, dim=2), strict=True):
         place[:, :, : alpha.shape[2]] = alpha
     return bands
 
 
-def _band_entries(bands_BgRGSG: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Of each role, the entries of the windows in it: views [B, N, S, G]."""
-    own_BgRSG = bands_BgRGSG.diagonal(dim1=3, dim2=5)
-    return [own_BgRSG[:, r : r + count, r] for r in range(bands_BgRGSG.shape[2])]
+def _band_entries(bands_XgRHSH: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
+    """Of each role, the entries of the windows in it: views [B, N, S, G]; `shape` begins with B, N, G."""
+    batch, count, groups = shape[:3]
+    own_XgRSH = bands_XgRHSH.diagonal(dim1=3, dim2=5)
+    entries = [own_XgRSH[:, r : r + count, r] for r in range(bands_XgRHSH.shape[2])]
+    apart = bands_XgRHSH.shape[3] < groups
+    return [x.squeeze(-1).unflatten(0, (batch, groups)).movedim(1, -1) for x in entries] if apart else entries
 
 
 def _role_slices(roles: int) -> list[slice]:
@@ -319,16 +354,15 @@ def _apart(x: torch.Tensor, apart: bool, dim: int) -> torch.Tensor:
     return x.movedim(dim, 1).flatten(0, 1).unsqueeze(dim) if apart else x
 
 
-def _scalar_sum(alpha_BNGW: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> torch.Tensor:
-    batch, count, groups, _ = alpha_BNGW.shape
-    roles = u_BTUGD.shape[2]
-    apart = not _heads_inside(groups, math.ceil(grid[0] / grid[1]))
-    bands = _bands(_apart(alpha_BNGW, apart, 2), grid)
-    u_BgSUGD = _grouped(_apart(u_BTUGD, apart, 3).to(bands.dtype), grid, count, 0.0)
+def _scalar_sum(bands: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> torch.Tensor:
+    batch, _, roles, groups, _ = u_BTUGD.shape
+    count = max(bands.shape[1] - bands.shape[2] + 1, 0)
+    apart = bands.shape[3] < groups
+    u_XgSUHD = _grouped(_apart(u_BTUGD, apart, 3).to(bands.dtype), grid, count, 0.0)
     out: torch.Tensor | None = None
     for role, served in enumerate(_role_slices(roles)):
         rows = bands[:, :, served].flatten(2, 3).flatten(3, 4)
-        parts = _product(rows, u_BgSUGD[:, :, :, role].flatten(2, 3)).unflatten(2, (-1, bands.shape[3]))
+        parts = _product(rows, u_XgSUHD[:, :, :, role].flatten(2, 3)).unflatten(2, (-1, bands.shape[3]))
         for r in range(parts.shape[2]):
             part = parts[:, role + r : role + r + count, r]
             out = part if out is None else out + part
@@ -336,14 +370,13 @@ def _scalar_sum(alpha_BNGW: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> 
     return (out.unflatten(0, (batch, groups)).squeeze(3).transpose(1, 2) if apart else out).to(u_BTUGD.dtype)
 
 
-def _scalar_gradients(dout_BNGD: torch.Tensor, alpha_BNGW: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients [B, N, G, W] of the weights and [B, T, U, G, D] of the payload."""
-    window, stride, origin = grid
-    batch, count, groups, _ = alpha_BNGW.shape
-    length, roles, dim = u_BTUGD.shape[1], u_BTUGD.shape[2], u_BTUGD.shape[4]
-    apart = not _heads_inside(groups, math.ceil(window / stride))
-    bands = _bands(_apart(alpha_BNGW, apart, 2), grid)
-    u_BgSUGD = _grouped(_apart(u_BTUGD, apart, 3).to(bands.dtype), grid, count, 0.0)
+def _scalar_gradients(dout_BNGD: torch.Tensor, bands: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Gradients of the weights, of each role [B, N, S, G], and [B, T, U, G, D] of the payload."""
+    stride, origin = grid[1:]
+    batch, count, groups, dim = dout_BNGD.shape
+    length, roles = u_BTUGD.shape[1:3]
+    apart = bands.shape[3] < groups
+    u_XgSUHD = _grouped(_apart(u_BTUGD, apart, 3).to(bands.dtype), grid, count, 0.0)
     dout = bands.new_zeros(*bands.shape[:4], dim)
     for r in range(bands.shape[2]):
         dout[:, r : r + count, r] = _apart(dout_BNGD, apart, 2)
@@ -351,19 +384,18 @@ def _scalar_gradients(dout_BNGD: torch.Tensor, alpha_BNGW: torch.Tensor, u_BTUGD
     for role, served in enumerate(_role_slices(roles)):
         incoming, band = dout[:, :, served].flatten(2, 3), bands[:, :, served].flatten(2, 3).flatten(3, 4)
         du.append(_product(band.mT, incoming).unflatten(2, (stride, -1)))
-        dbands.append(_product(incoming, u_BgSUGD[:, :, :, role].flatten(2, 3).mT).unflatten(3, (stride, -1)).unflatten(2, (-1, bands.shape[3])))
+        dbands.append(_product(incoming, u_XgSUHD[:, :, :, role].flatten(2, 3).mT).unflatten(3, (stride, -1)).unflatten(2, (-1, bands.shape[3])))
     found = torch.cat(dbands, dim=2) if roles > 1 else dbands[0]
-    dalpha = torch.cat([entries.mT for entries in _band_entries(found, count)], dim=-1)[..., :window]
     du_BTUGD = _ungrouped(torch.stack(du, dim=3) if roles > 1 else du[0].unsqueeze(3), length, origin)
     if apart:
-        dalpha = dalpha.unflatten(0, (batch, groups)).squeeze(3).transpose(1, 2)
         du_BTUGD = du_BTUGD.unflatten(0, (batch, groups)).squeeze(4).movedim(1, 3)
-    return dalpha, du_BTUGD.to(u_BTUGD.dtype)
+    return _band_entries(found, dout_BNGD.shape), du_BTUGD.to(u_BTUGD.dtype)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """One small matrix product per sequence and group: [B, g, Y, K] x [B, g, K, M]."""
-    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
+    """One small matrix product per sequence and group: [B, g, Y, K] x [B, g, K, M]. Into a contiguous tensor, or a turned factor costs a BLAS call each."""
+    out = torch.empty(a.shape[0] * a.shape[1], a.shape[2], b.shape[3], dtype=a.dtype, device=a.device)
+    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=out).unflatten(0, a.shape[:2])
 
 
 def _ungrouped(x_BgSUGD: torch.Tensor, length: int, origin: int) -> torch.Tensor:
@@ -389,14 +421,22 @@ def _vector_forward(z_BTZGE: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid, wa
     out = u_BTUGD.new_empty(batch, count, groups * dim, dtype=wide)
     lse = torch.empty_like(out) if want_lse else None
     weights = out.new_empty(batch, count, grid[0], groups * dim)
+    terms: torch.Tensor | None = None  # one scratch for all parts: fresh memory costs as much as a pass over it
     for part in _parts(u_BTUGD):
-        s_BNWF = torch.cat(_by_role(z_BTZGE[part].flatten(3).to(wide), grid, count, float("-inf")), dim=2)
-        alpha_BNWF = torch.softmax(s_BNWF, dim=2, out=weights[part])
+        s_BNWF = torch.cat(_by_role(z_BTZGE[part].flatten(3).to(wide), grid, count, float("-inf")), dim=2, out=weights[part])
         if lse is not None:
-            lse[part] = _lse(s_BNWF, alpha_BNWF, 2)
-        total, u = out[part].zero_(), _by_role(u_BTUGD[part].flatten(3), grid, count, 0.0)
-        for alpha, payload in zip(alpha_BNWF.split(grid[1], dim=2), u, strict=True):
-            total += (alpha * payload).sum(dim=2)
+            torch.amax(s_BNWF, dim=2, out=lse[part])
+        alpha_BNWF = torch.softmax(s_BNWF, dim=2, out=s_BNWF)
+        if lse is not None:
+            lse[part] -= alpha_BNWF.amax(dim=2).log()  # the largest weight is exp(largest logit - lse)
+        payload = _by_role(u_BTUGD[part].flatten(3), grid, count, 0.0)
+        for r, (alpha, u) in enumerate(zip(alpha_BNWF.split(grid[1], dim=2), payload, strict=True)):
+            terms = out.new_empty(alpha.numel()) if terms is None else terms
+            term = torch.mul(alpha, u, out=terms[: alpha.numel()].view(alpha.shape))
+            if r == 0:
+                torch.sum(term, dim=2, out=out[part])
+            else:
+                out[part] += term.sum(dim=2)
     return out.unflatten(-1, (groups, dim)).to(u_BTUGD.dtype), None if lse is None else lse.unflatten(-1, (groups, dim)), weights
 
 
@@ -412,6 +452,7 @@ def _vector_backward(
     count, wide = out_BNGD.shape[1], torch.promote_types(z_BTZGE.dtype, torch.float32)
     dz_BTZF, into_z = _gradient_rows(z_BTZGE.flatten(3), grid, count, wide)
     du_BTUF, into_u = _gradient_rows(u_BTUGD.flatten(3), grid, count, wide)
+    scratch: torch.Tensor | None = None
     for part in _parts(u_BTUGD):
         z, u = z_BTZGE[part].flatten(3), _by_role(u_BTUGD[part].flatten(3), grid, count, 0.0)
         dout, out = (x[part].flatten(2)[:, :, None].to(wide) for x in (dout_BNGD, out_BNGD))
@@ -422,8 +463,13 @@ def _vector_backward(
         else:
             alphas = list(weights[part].split(grid[1], dim=2))
         for r, (alpha, payload) in enumerate(zip(alphas, u, strict=True)):
-            step = alpha * dout
-            _put(into_u[r][part], step, add=r > 0 and u_BTUGD.shape[2] == 1)
+            place = into_u[r][part]
+            if r > 0 and u_BTUGD.shape[2] == 1:
+                scratch = torch.empty_like(alpha, memory_format=torch.contiguous_format) if scratch is None else scratch
+                step = torch.mul(alpha, dout, out=scratch.flatten()[: alpha.numel()].view(alpha.shape))
+                place += step
+            else:
+                step = torch.mul(alpha, dout, out=place)
             if r > 0 and z_BTZGE.shape[2] == 1:
                 into_z[r][part] += (payload - out).mul_(step)
             else:

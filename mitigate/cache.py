@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from mitigate.config import ConfigError
 from mitigate.geometry import Grid
+from mitigate.kernels import ops
 
 
 class Summariser(Protocol):
@@ -33,6 +34,23 @@ class Summariser(Protocol):
 
     def summarise_rows(self, hidden_BTC: torch.Tensor, *, row0: int, window0: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Finished summaries [B, G, count, D]; the value is None where the key serves as the value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Banks:
+    """What the queries of one call read, bank by bank as it is held: keys and values [B, G, ·, D].
+
+    `first` is the position of the first exact token; bypassed tokens are those before it.
+    """
+
+    summary: tuple[torch.Tensor, torch.Tensor]
+    bypass: tuple[torch.Tensor, torch.Tensor]
+    exact: tuple[torch.Tensor, torch.Tensor]
+    first: int
+
+    def joined(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of [summaries | bypassed | exact], copied side by side."""
+        return tuple(torch.cat(banks, dim=2) for banks in zip(self.summary, self.bypass, self.exact, strict=True))  # type: ignore[return-value]
 
 
 class VariantCacheLayer(CacheLayerMixin):
@@ -112,6 +130,7 @@ class SummaryCacheLayer(VariantCacheLayer):
         self.bypass_values: torch.Tensor | None = None
         self.open_rows: torch.Tensor | None = None
         self._hidden_BTC: torch.Tensor | None = None
+        self._banks: Banks | None = None
 
     # self.keys and self.values hold the exact tokens from `exact_from` on.
 
@@ -134,6 +153,8 @@ class SummaryCacheLayer(VariantCacheLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Take in T tokens; give back keys and values of [summaries | bypassed | exact] entries for this call's queries.
 
+        On devices whose attention is an operator, nothing is joined: the entries are left for `take_banks`, and keys and values come back as they are.
+
         Raises:
             RuntimeError: the attached layer did not hand over the hidden states first.
         """
@@ -146,17 +167,25 @@ class SummaryCacheLayer(VariantCacheLayer):
         self._take_rows(hidden_BTC, before)
         assert self.keys is not None and self.values is not None
         keys, values = torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
-        entries = self._entries(keys, values)
-        self._drop(keys, values, self.owner.grid.stored_exact_lo(before, self.owner.local) if before else 0)
+        first = self.owner.grid.stored_exact_lo(before, self.owner.local) if before else 0
+        banks = self._all_banks(keys, values, first)
+        if ops.operated(keys.device):
+            self._banks, entries = banks, (key_states, value_states)
+        else:
+            entries = banks.joined()
+        del banks
+        self._drop(keys, values, first)
         return entries
 
-    def _entries(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _all_banks(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> Banks:
         assert self.summary_keys is not None and self.bypass_keys is not None and self.bypass_values is not None
         summary_values = self.summary_keys if self.summary_values is None else self.summary_values
-        return (
-            torch.cat([self.summary_keys, self.bypass_keys, keys], dim=2),
-            torch.cat([summary_values, self.bypass_values, values], dim=2),
-        )
+        return Banks(summary=(self.summary_keys, summary_values), bypass=(self.bypass_keys, self.bypass_values), exact=(keys, values), first=first)
+
+    def take_banks(self) -> Banks | None:
+        """What the queries of the last `update` read, once; None where `update` gave it back joined."""
+        banks, self._banks = self._banks, None
+        return banks
 
     def _take_rows(self, hidden_BTC: torch.Tensor, before: int) -> None:
         """Append hidden rows, summarise the windows that they complete, keep the rows that open windows still need."""
@@ -261,12 +290,13 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Entries:
-    """What a part's queries of one call read: rows [R] of the batch, the call's columns from `skip` on, keys and values [R, G, M, D], tokens seen."""
+    """What a part's queries of one call read: rows [R] of the batch, the call's columns from `skip` on, keys and values [R, G, M, D] or banks, tokens seen."""
 
     rows: torch.Tensor
     skip: int
     keys: torch.Tensor
     values: torch.Tensor
+    banks: Banks | None
     length: int
 
 
@@ -308,7 +338,8 @@ class PaddedCacheLayer(VariantCacheLayer):
             rows_R, skip = torch.tensor(part.rows, device=key_states.device), max(part.pad - before, 0)
             part.layer.expect(hidden_BTC[rows_R][:, skip:])
             keys, values = part.layer.update(key_states[rows_R][:, :, skip:], value_states[rows_R][:, :, skip:])
-            self._entries.append(Entries(rows=rows_R, skip=skip, keys=keys, values=values, length=part.layer.length))
+            banks = part.layer.take_banks()
+            self._entries.append(Entries(rows=rows_R, skip=skip, keys=keys, values=values, banks=banks, length=part.layer.length))
         return key_states, value_states
 
     def take_entries(self) -> list[Entries]:

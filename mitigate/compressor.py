@@ -5,8 +5,10 @@ Shapes: B batch, T rows, N summaries, W window, S stride, C hidden width, G kv h
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from torch import nn
 from mitigate import registry
 from mitigate.config import VariantConfig
 from mitigate.geometry import Grid
-from mitigate.kernels import views
+from mitigate.kernels import ops, views
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +25,22 @@ class Pooled:
 
     Args:
         key, value: [B, N, G, D]; value is None where the finished key serves as the value.
-        key_gates, value_gates: alpha [B, N, W, G, E] in fp32; the same tensor where the gate is shared.
+        gates: gives the gates of both branches, which a kernel that pools does not leave behind.
     """
 
     key: torch.Tensor
     value: torch.Tensor | None
-    key_gates: torch.Tensor
-    value_gates: torch.Tensor
+    gates: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def key_gates(self) -> torch.Tensor:
+        """Alpha [B, N, W, G, E] in fp32 or wider."""
+        return self.gates()[0]
+
+    @property
+    def value_gates(self) -> torch.Tensor:
+        """Alpha [B, N, W, G, E]; the same tensor as that of the keys where the gate is shared."""
+        return self.gates()[1]
 
 
 class Compressor(nn.Module):
@@ -86,7 +97,7 @@ class Compressor(nn.Module):
         count: int,
         normalise: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Pooled:
-        """Pool windows ``window0 .. window0 + count - 1``.
+        """Pool windows ``window0 .. window0 + count - 1``: through `ops.pool` on devices with kernels, else from views of the rows.
 
         Args:
             hidden_BTC: hidden states of consecutive tokens.
@@ -98,11 +109,46 @@ class Compressor(nn.Module):
         first = grid.origin + window0 * grid.stride
         exists_NW = views.exists(window=grid.window, stride=grid.stride, first=first, count=count, device=hidden_BTC.device)
         cut = {"window": grid.window, "stride": grid.stride, "start": first - row0, "count": count}
+        if count and ops.operated(hidden_BTC.device):
+            key, value = self._by_operator(hidden_BTC, key_BTF, value_BTF, cut, normalise)
+            return Pooled(key=key, value=value, gates=functools.cache(lambda: self._gates(hidden_BTC, exists_NW, cut)))
         hidden_BNWC = None if self.shares_projection else views.windows(hidden_BTC, **cut)
         key_gates, value_gates = self._gates(hidden_BTC, exists_NW, cut)
         key = self._pooled(key_gates, hidden_BNWC, key_BTF, "key_maps", cut, normalise)
         value = self._pooled(value_gates, hidden_BNWC, value_BTF, "value_maps", cut) if self.tie.held == 2 else None
-        return Pooled(key=key, value=value, key_gates=key_gates, value_gates=value_gates)
+        return Pooled(key=key, value=value, gates=lambda: (key_gates, value_gates))
+
+    def _by_operator(
+        self,
+        hidden_BTC: torch.Tensor,
+        key_BTF: torch.Tensor,
+        value_BTF: torch.Tensor,
+        cut: dict[str, int],
+        normalise: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Summaries of both branches from logits and payload by role: no window is cut, and no gate stored."""
+        start, stride, window = cut["start"], cut["stride"], cut["window"]
+        rows = slice(max(start, 0), start + (cut["count"] - 1) * stride + window)
+        options: dict[str, Any] = {"window": window, "stride": stride, "origin": min(start, 0)}
+        gates: tuple[torch.Tensor | None, ...] = (None,)
+        if self.channels:
+            wide = torch.promote_types(hidden_BTC.dtype, torch.float32)
+            bias = self.gate_bias.to(wide) if hasattr(self, "gate_bias") else None
+            with torch.autocast(hidden_BTC.device.type, enabled=False):
+                z_BTZX = views.rows_by_role(hidden_BTC.to(wide), self.gate_weight.to(wide), bias, **cut)
+            gates = z_BTZX.unflatten(-1, (self.tie.gates, self.kv_heads, self.channels)).unbind(dim=3)
+
+        def payload(projected_BTF: torch.Tensor, maps: str) -> torch.Tensor:
+            if self.shares_projection:
+                u_BTUF = projected_BTF[:, rows, None]
+            else:
+                u_BTUF = views.rows_by_role(hidden_BTC, getattr(self, maps).to(hidden_BTC.dtype), None, **cut)
+            return u_BTUF.unflatten(-1, (self.kv_heads, self.head_dim))
+
+        u_BTUGD = payload(key_BTF, "key_maps")
+        key, _ = ops.pool(gates[0], normalise(u_BTUGD) if normalise is not None else u_BTUGD, **options)
+        value = ops.pool(gates[-1], payload(value_BTF, "value_maps"), **options)[0] if self.tie.held == 2 else None
+        return key, value
 
     def _gates(self, hidden_BTC: torch.Tensor, exists_NW: torch.Tensor | None, cut: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.channels:

@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.cache_utils import DynamicLayer
 
 from mitigate import registry
-from mitigate.cache import PaddedCacheLayer, SummaryCacheLayer, VariantCacheLayer
+from mitigate.cache import Banks, PaddedCacheLayer, SummaryCacheLayer, VariantCacheLayer
 from mitigate.compressor import Compressor, Pooled, phase_profile
 from mitigate.config import ConfigError, VariantConfig, canonical_json, from_dict
 from mitigate.files import write_atomic
@@ -33,8 +33,6 @@ from mitigate.geometry import Grid
 from mitigate.kernels import blocked, ops, reference
 
 NAME = "mitigate"  # key in transformers' attention and mask registries
-BACKEND = ops.backend("cpu")  # recorded in the Row
-OPERATORS = frozenset({"cuda"})  # kinds of device on which whole sequences go through `ops`
 BLOCKED_FROM = 48  # tokens from which the blocked path beats one dense masked call (forward and backward, CPU: level at 40, 1.2x at 64, 1.7x at 128)
 CONVERTED_FILE = "converted.safetensors"  # no name that transformers looks for, so that a plain reload fails and never runs full attention
 _FORMAT = "mitigate-converted-1"
@@ -272,20 +270,38 @@ class AttachedLayer:
             if pads is None:
                 return self._whole_sequence(hidden, key, q_BHTD, k_BGMD, v_BGMD, scale)
             return self._padded_sequence(hidden, key, (q_BHTD, k_BGMD, v_BGMD), pads, scale)
-        if not isinstance(cache, PaddedCacheLayer):
-            return self._continued(q_BHTD, k_BGMD, v_BGMD, cache.length, scale)
+        if isinstance(cache, SummaryCacheLayer):
+            return self._continued(q_BHTD, k_BGMD, v_BGMD, cache.take_banks(), cache.length, scale)
+        assert isinstance(cache, PaddedCacheLayer)
         parts = [
-            (e.rows, e.skip, self._continued(q_BHTD[e.rows][:, :, e.skip :], e.keys, e.values, e.length, scale))  # of rows that began
+            (e.rows, e.skip, self._continued(q_BHTD[e.rows][:, :, e.skip :], e.keys, e.values, e.banks, e.length, scale))  # of rows that began
             for e in cache.take_entries()
         ]
         return _joined(parts, q_BHTD)
 
-    def _continued(self, q_BHTD: torch.Tensor, k_BGMD: torch.Tensor, v_BGMD: torch.Tensor, seen: int, scale: float) -> torch.Tensor:
+    def _continued(self, q_BHTD: torch.Tensor, k_BGMD: torch.Tensor, v_BGMD: torch.Tensor, banks: Banks | None, seen: int, scale: float) -> torch.Tensor:
         """The last T of `seen` tokens over what a cache layer gave: [B, T, H, D]."""
         length = q_BHTD.shape[2]
+        if banks is not None:
+            return self._over_banks(q_BHTD, banks, seen, scale)
         # One query sees all that is held: summaries up to it, its exact interval, the bypassed tokens.
         mask = None if length == 1 else self._mask(seen - length, length, q_BHTD.shape[1] // k_BGMD.shape[1], q_BHTD)
         return blocked.attend(q_BHTD, k_BGMD, v_BGMD, mask, scale).transpose(1, 2)
+
+    def _over_banks(self, q_BHTD: torch.Tensor, banks: Banks, seen: int, scale: float) -> torch.Tensor:
+        """`_continued` by operators: one token by `decode`, several by `attend`."""
+        grid = self.grid
+        options: dict[str, Any] = {"window": grid.window, "stride": grid.stride, "origin": grid.origin, "local": self.local, "scale": scale}
+        q_BTHD = q_BHTD.transpose(1, 2)
+        (ks, vs), (kb, vb), (k, v) = (tuple(x.transpose(1, 2) for x in pair) for pair in (banks.summary, banks.bypass, banks.exact))
+        if q_BTHD.shape[1] == 1:
+            return ops.decode(q_BTHD[:, 0], ks, vs, k, v, **options, position=seen - 1, kb_BPGD=kb, vb_BPGV=vb)[:, None]
+        # The bank also takes the bypassed tokens that are still exact: a later query of this call may be past their interval.
+        positions = torch.arange(seen, device=k.device)
+        positions = positions[reference.is_bypassed(positions, stride=grid.stride, origin=grid.origin, phases=self.phases)]
+        late = positions[kb.shape[1] :] - banks.first
+        bank: dict[str, Any] = {"kb_BPGD": torch.cat([kb, k[:, late]], dim=1), "vb_BPGV": torch.cat([vb, v[:, late]], dim=1), "pos_b": positions}
+        return ops.attend(q_BTHD, ks, vs, k, v, **options, **bank, k_start=banks.first)[0]
 
     def _padded_sequence(self, hidden: Any, key: Any, qkv: tuple[torch.Tensor, ...], pads: tuple[int, ...], scale: float) -> torch.Tensor:
         """Rows with equally many left pads together, over their live columns alone."""
@@ -300,7 +316,7 @@ class AttachedLayer:
 
     def _whole_sequence(self, hidden: Any, key: Any, q_BHTD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor, scale: float) -> torch.Tensor:
         ks_BGND, vs_BGND = self._summaries(hidden, key, k_BGTD, v_BGTD)
-        if q_BHTD.device.type in OPERATORS:
+        if ops.operated(q_BHTD.device):
             return self._by_operator([x.transpose(1, 2) for x in (q_BHTD, ks_BGND, vs_BGND, k_BGTD, v_BGTD)], scale)
         length, repeat = q_BHTD.shape[2], q_BHTD.shape[1] // k_BGTD.shape[1]
         in_order = self.queries is None or bool((self.queries[1:] >= self.queries[:-1]).all())
@@ -438,6 +454,8 @@ class Attachment:
         self._permanent = False
         if variant.compress:
             self._attach()
+        else:
+            _check_readout(model)
 
     def _attach(self) -> None:
         modules = _attention_modules(self.model)
@@ -480,6 +498,11 @@ class Attachment:
         if self._permanent:
             self._permanent = False
             del self.model._modules[_COMPRESSORS], self.model.__dict__["save_pretrained"]
+
+    @property
+    def backend(self) -> str:
+        """What runs the attention on the model's device; recorded in the Row."""
+        return ops.backend(self.model.device) if self.variant.compress else "transformers-sdpa"
 
     def make_permanent(self) -> None:
         """The compressors become part of the model, and its `save_pretrained` writes what `load_converted` reads. `detach` takes this back too."""
@@ -637,8 +660,7 @@ def _check_weight(weight: torch.Tensor, module: Any) -> None:
 def _attention_modules(model: PreTrainedModel) -> list[Any]:
     decoder = getattr(model, model.base_model_prefix, model)
     modules = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", [])]
-    if not modules:
-        raise UnsupportedModel(f"attach: {type(model).__name__} has no decoder layers with self-attention")
+    _check_readout(model)
     for index, module in enumerate(modules):
         if module is None or not hasattr(module, "k_proj") or not hasattr(module, "v_proj"):
             raise UnsupportedModel(f"attach: layer {index} of {type(model).__name__} has no k_proj and v_proj (latent attention is not supported)")
@@ -648,7 +670,39 @@ def _attention_modules(model: PreTrainedModel) -> list[Any]:
             raise UnsupportedModel(f"attach: layer {index} has a sliding window of {width} tokens; only full-attention layers are supported")
         if _MARK in module.__dict__:
             raise UnsupportedModel(f"attach: layer {index} already carries a variant; detach it first")
+        lacking = _lacking(module)
+        if lacking:
+            raise UnsupportedModel(f"attach: layer {index} of {type(model).__name__} {lacking}")
     return modules
+
+
+def _lacking(module: Any) -> str:
+    """Why summaries cannot be made with the module's own parts as its tokens' keys are, in words; empty if they can."""
+    dim = getattr(module, "head_dim", None)
+    if dim is None:
+        return "has no head_dim"
+    norm = getattr(getattr(module, "k_norm", None), "weight", None)
+    if norm is not None and norm.shape[-1] != dim:
+        return f"has no k_norm for each head: one norm over all {norm.shape[-1]} channels, and summaries are normalised by head (head_dim {dim})"
+    if getattr(module, "k_layernorm", None) is not None:
+        return "has no k_norm: it normalises keys by k_layernorm, which summaries would miss"
+    rotated = getattr(module, "rotary_ndims", dim)
+    if rotated != dim:
+        return f"has no rotation of whole heads: its attention rotates {rotated} of {dim} channels itself, which summaries would miss"
+    if getattr(module, "use_rope", True) and not hasattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb"):
+        return "has no apply_rotary_pos_emb beside its attention"
+    return ""
+
+
+def _check_readout(model: PreTrainedModel) -> None:
+    """Refuse a model whose last layer has not the parts by which `readout` cuts it down."""
+    decoder = getattr(model, model.base_model_prefix, model)
+    layers = list(getattr(decoder, "layers", []))
+    if not layers or getattr(layers[-1], "self_attn", None) is None:
+        raise UnsupportedModel(f"attach: {type(model).__name__} has no decoder layers with self-attention")
+    for part, found in (("self_attn.o_proj", hasattr(layers[-1].self_attn, "o_proj")), ("mlp", hasattr(layers[-1], "mlp"))):
+        if not found:
+            raise UnsupportedModel(f"attach: the layers of {type(model).__name__} have no {part}, at which logits of chosen positions are cut")
 
 
 def _rotary(model: PreTrainedModel) -> nn.Module:

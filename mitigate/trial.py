@@ -21,7 +21,7 @@ from mitigate.files import write_atomic
 from mitigate.outcomes import OUTCOMES_FILE, Answers, pack
 from mitigate.rows import ProtocolScore, Row, installed_versions, worst_of
 from mitigate.stage import Stage
-from mitigate.surgery import BACKEND, Attachment, attach
+from mitigate.surgery import Attachment, attach
 from mitigate.tasks import retrieval
 from mitigate.tasks.placement import Protocol
 
@@ -160,7 +160,7 @@ def score_trained(
         seed=config.seed,
         versions=installed_versions(),
         device=device_name(device),
-        backend=BACKEND if config.variant.compress else "transformers-sdpa",
+        backend=attached.backend,
         wall_s=score_s,
         score_s=score_s,
         scores=scores,

@@ -896,6 +896,31 @@ def test_sliding_window_layers_are_refused() -> None:
     assert traces(model) == before
 
 
+@pytest.mark.parametrize(
+    ("family", "compress", "said"),
+    [
+        ("Olmo2", True, "layer 0 of Olmo2ForCausalLM has no k_norm for each head: one norm over all 16 channels, and summaries are normalised by head"),
+        ("StableLm", True, "layer 0 of StableLmForCausalLM has no rotation of whole heads: its attention rotates 2 of 8 channels itself"),
+        ("Phi", True, "the layers of PhiForCausalLM have no self_attn.o_proj"),
+        ("Phi", False, "the layers of PhiForCausalLM have no self_attn.o_proj"),
+        ("GPTNeoX", False, "GPTNeoXForCausalLM has no decoder layers with self-attention"),
+    ],
+)
+def test_models_that_lack_a_part_are_refused_by_name(family: str, compress: bool, said: str) -> None:
+    import transformers
+
+    size = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{family}Config")(**size, bos_token_id=0, eos_token_id=None, pad_token_id=None)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    before = traces(model)
+    for put in (attach, convert):
+        with pytest.raises(UnsupportedModel) as caught:
+            put(model, VariantConfig(compress=compress))
+        assert str(caught.value).startswith(f"attach: {said}")
+        assert "\n" not in str(caught.value)
+    assert traces(model) == before
+
+
 def test_models_without_keys_and_values_are_refused() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

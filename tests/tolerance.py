@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 
-def assert_as_good_as(fast: torch.Tensor, plain: torch.Tensor | Sequence[torch.Tensor], exact: torch.Tensor, name: str = "") -> None:
+def assert_as_good_as(fast: torch.Tensor, plain: torch.Tensor | Sequence[torch.Tensor], exact: torch.Tensor, name: str = "", chained: int = 1) -> None:
     """``max|fast - exact| <= 2 (max|plain - exact| + eps max|exact|)``, with eps of the fast path's dtype; `exact` is fp64.
 
-    Where plain torch can be written in several ways, the least precise of them counts.
+    Where plain torch can be written in several ways, the least precise of them counts. A result that went through several layers of kernels has a budget
+    for each (`chained`).
     """
     assert fast.shape == exact.shape, (name, fast.shape, exact.shape)
     assert torch.isfinite(fast).all(), name
@@ -19,7 +20,7 @@ def assert_as_good_as(fast: torch.Tensor, plain: torch.Tensor | Sequence[torch.T
     ways = [plain] if isinstance(plain, torch.Tensor) else plain
     error = float((fast.double() - exact).detach().abs().max())
     allowed = max(float((way.double() - exact).detach().abs().max()) for way in ways)
-    budget = 2 * (allowed + torch.finfo(fast.dtype).eps * float(exact.detach().abs().max()))
+    budget = 2 * chained * (allowed + torch.finfo(fast.dtype).eps * float(exact.detach().abs().max()))
     assert error <= budget, f"{name}: error {error:.3g} above the budget {budget:.3g}"
 
 

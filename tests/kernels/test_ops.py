@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny_models import VARIANTS, attached, tiny, tokens, whole
 from tolerance import assert_as_good_as, gradients
+from transformers import DynamicCache
 
-from mitigate import surgery
 from mitigate.kernels import ops, reference, visibility
 from mitigate.readout import logits_at
 
@@ -196,6 +196,49 @@ def test_packed_sequences_attend_apart() -> None:
     hold(ours, plain, parts, torch.float64, "packed")
 
 
+# decode ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def held_at(position: int, grid: Grid, local: int, phases: tuple[int, ...], seed: int = 0) -> tuple[Parts, Parts, torch.Tensor]:
+    """q, banks that hold what the query at a position sees, all keys and values as one cache call gives them, and which of those it sees."""
+    low, count = visibility.exact_lo(position, *grid, local), visibility.num_completed(position, *grid)
+    bank = positions(low, grid, phases)
+    q, ks, vs, k, v = draw((2, 4, 6), *[(2, n, 2, d) for n in (count, position + 1) for d in (6, 5)], seed=seed)
+    t = torch.arange(position + 1)
+    visible = reference.visible(t[-1:], t, count, **named(grid), local=local, bypass=phases)
+    return [q, ks, vs, k[:, low:], v[:, low:], k[:, bank], v[:, bank]], [torch.cat([a, b], dim=1) for a, b in ((ks, k), (vs, v))], visible
+
+
+def test_decode_equals_the_reference() -> None:
+    """Output and gradients, at every position of the first windows and far beyond."""
+    for grid in GRIDS:
+        for local, phases in ((1, ()), (5, (0,))):
+            for position in (*range(0, 2 * grid[0], 3), 61):
+                parts, (keys, values), visible = held_at(position, grid, local, phases)
+                q, ks, vs, k, v, kb, vb = leaves = [x.requires_grad_() for x in parts]
+                options = {**named(grid), "local": local, "scale": 0.4, "position": position}
+                out = ops.decode(q, ks, vs, k, v, **options, kb_BPGD=kb, vb_BPGV=vb)
+                wanted = reference.attend(q[:, :, None], keys.transpose(1, 2), values.transpose(1, 2), visible, 0.4)[:, :, 0]
+                torch.testing.assert_close(out, wanted, atol=1e-12, rtol=0)
+                banks = [torch.cat(x, dim=1).transpose(1, 2) for x in ((ks, kb, k), (vs, vb, v))]
+                plain = reference.attend(q[:, :, None], *banks, torch.ones(1, banks[0].shape[2], dtype=torch.bool), 0.4)[:, :, 0]
+                (pull,) = draw(tuple(out.shape), seed=1)
+                for one, other in zip(gradients(out, pull, leaves), gradients(plain, pull, leaves), strict=True):
+                    torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
+def test_decode_refuses_banks_that_hold_something_else() -> None:
+    (q, ks, vs, k, v, kb, vb), *_ = held_at(29, (8, 4, -4), 5, (0,))
+    options = {**named((8, 4, -4)), "local": 5, "scale": 0.4}
+    with pytest.raises(ValueError, match=r"decode: the query at 30 sees 7 summaries and 5 exact tokens, the banks hold 7 and 6"):
+        ops.decode(q, ks, vs, torch.cat([k, k[:, :1]], dim=1), torch.cat([v, v[:, :1]], dim=1), **options, position=30)
+    with pytest.raises(ValueError, match="sees every token exactly"):
+        ops.decode(q, ks[:, :0], vs[:, :0], k[:, :2], v[:, :2], **options, position=1, kb_BPGD=kb, vb_BPGV=vb)
+
+
+# all -------------------------------------------------------------------------------------------------------------------------------------------
+
+
 def test_gradients_that_come_expanded_or_transposed() -> None:
     grid = (8, 4, -4)
     leaves = [x.requires_grad_() for x in attend_parts(grid, 29, 29)]
@@ -237,6 +280,10 @@ def test_opcheck(length: int) -> None:
     out, lse = torch.ops.mitigate.attend(*parts, *bank, pos, *grid, 4, 0.4, 0, 0, None, None)
     given = [x.detach() for x in (out, out, lse, *parts, *bank)]
     torch.library.opcheck(torch.ops.mitigate.attend_backward.default, (*given, pos, *grid, 4, 0.4, 0, 0, None, None))
+    held = [x.float().requires_grad_() for x in held_at(length, grid, 4, (1,))[0]]
+    torch.library.opcheck(torch.ops.mitigate.decode.default, (*held, *grid, 4, 0.4, length))
+    out = torch.ops.mitigate.decode(*held, *grid, 4, 0.4, length)
+    torch.library.opcheck(torch.ops.mitigate.decode_backward.default, (*(x.detach() for x in (out, *held)), 0.4))
 
 
 def test_one_compiled_graph_serves_many_lengths() -> None:
@@ -274,19 +321,36 @@ def test_which_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "has_triton", lambda: True)
     monkeypatch.setattr(ops.metadata, "version", lambda name: "3.7.1")
     assert ops.backend("cuda") == "triton-3.7.1"
+    model = tiny()
+    for name, found in (("w8s8", "torch-cpu-blocked"), ("full", "transformers-sdpa")):
+        with attached(model, VARIANTS[name]) as on:
+            assert on.backend == found
 
 
-@pytest.mark.parametrize("name", ["w8s8", "everything", "deepseek-csa"])
+def test_without_triton_a_gpu_runs_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "TRITON", frozenset({"cpu"}))
+    monkeypatch.setattr(ops, "has_triton", lambda: False)
+    assert ops.backend("cpu") == "torch-cpu-blocked"
+    z, u = draw((2, 29, 2, 2, 1), (2, 29, 1, 2, 3))
+    torch.testing.assert_close(ops.pool(z, u, **named((8, 4, -4)))[0], plain_pool(z, u, (8, 4, -4)), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["w8s8", "everything", "deepseek-csa", "per-offset-tied", "uniform-stagger", "content-overlap"])
 def test_a_model_through_the_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on a GPU, with the operators' CPU side in its place: whole sequences and chosen queries give what the CPU path gives."""
+    """What runs on a GPU, with the operators' CPU side in its place: whole sequences, chosen queries, gates, chunks and single tokens over a cache."""
     model = tiny("qwen3")
     ids, asked = tokens(model, 71), torch.tensor([22, 5, 70])
     results = []
     with attached(model, VARIANTS[name]) as on:
         parameters = [*model.parameters(), *on.compressors.parameters()]
         for kinds in (frozenset[str](), frozenset({"cpu"})):
-            monkeypatch.setattr(surgery, "OPERATORS", kinds)
+            monkeypatch.setattr(ops, "OPERATED", kinds)
+            on.collect_gates(True)
             logits = [whole(model, ids), logits_at(on, ids, asked)]
-            results.append([*logits, *torch.autograd.grad(sum(x.square().mean() for x in logits), parameters)])
+            profiles = [profile for layer in on.phase_profiles() for profile in layer]
+            cache = DynamicCache()
+            logits += [model(input_ids=part, cache=cache, use_cache=True).logits for part in ids.split([20, 30, 1, 1, 9, *[1] * 10], dim=1)]
+            loss = sum(x.square().mean() for x in (*logits, *profiles))
+            results.append([*logits, *profiles, *torch.autograd.grad(loss, parameters)])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=1e-11, rtol=0)
