@@ -201,7 +201,7 @@ def _study(arguments: argparse.Namespace) -> Path:
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    from mitigate import results
+    from mitigate import requirements, results
     from mitigate.report import page, tables
     from mitigate.search.loop import run_search
 
@@ -220,7 +220,8 @@ def _search(arguments: argparse.Namespace) -> int:
     rows = results.read_rows(outcome.folder)
     results.write_tables(outcome.folder, rows)
     page.write_report(outcome.folder, rows, config.to_dict(wanted), _baselines(outcome.folder, config.to_dict(wanted), None))
-    print(tables.front_table(rows))
+    demands = [requirements.parse(text) for text in wanted.require]
+    print(tables.front_text(requirements.meeting(rows, demands) if demands and outcome.ok else rows, rows, list(wanted.require)))
     print(outcome.message)
     print(f"report: {outcome.folder / 'report.html'}")
     if outcome.stopped == "interrupted":
@@ -506,12 +507,8 @@ def _front(arguments: argparse.Namespace) -> int:
         sys.stdout.write(results.front_json(rows, best, [str(one) for one in wanted]).decode())
     elif arguments.csv:
         sys.stdout.write(results.csv_of(best).decode())
-    elif not rows and any(row.status == "ok" for row in every):
-        print(f"No finished trial meets {' and '.join(map(str, wanted))}.")
     else:
-        print(tables.front_table(rows, key))
-        if wanted:
-            print(f"Front of the {len(rows)} of {sum(row.status == 'ok' for row in every)} finished trials with {' and '.join(map(str, wanted))}.")
+        print(tables.front_text(rows, every, [str(one) for one in wanted], key))
     return 0
 
 

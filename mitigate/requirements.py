@@ -10,6 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mitigate.config import ConfigError, did_you_mean
 from mitigate.rows import Row
@@ -82,6 +83,7 @@ def column_of(name: str, rows: Sequence[Row], *, option: str = "--require") -> s
     return _among(name, known, option)
 
 
+@lru_cache
 def planned_column(name: str, *, option: str = "--require") -> str:
     """The full name of a numeric column of the table that a study will have, before it has rows. ConfigError as for `column_of`."""
     from mitigate import results  # imports pyarrow

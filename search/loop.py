@@ -35,7 +35,7 @@ from mitigate.stage import Stage
 RUN_TRIAL = "mitigate.trial:run_stage"
 CHECKPOINT_FILE = "checkpoint.pt"  # of `mitigate.trial`, whose import would bring torch
 POLL_S = 1.0
-COST_BATCH = 16  # costs are measured once twice as many trials as workers wait for it, and at most so many: each batch drains a machine
+COST_BATCH = 16  # costs are measured once four times as many trials as workers wait for it, and at most so many: each batch drains a machine
 Prepare = Callable[[], Mapping[str, bytes] | None]
 Stop = Literal["budget", "exhausted", "time", "interrupted", "failures", "workers"]
 
@@ -136,7 +136,7 @@ class _Search:
         self.cache, self.trial_function, self.command = cache.resolve(), run, command
         self.begin = time.monotonic()
         self.finished_here = 0
-        self.in_a_row: list[Error] = []
+        self.in_a_row: list[tuple[str, Error]] = []  # failures since a stage of their kind went well
         self.stop: tuple[Stop, str] | None = None
         self.front: tuple[int, ...] = ()
         self.hypervolume = 0.0
@@ -146,6 +146,8 @@ class _Search:
 
     def run(self, start: Callable[[Mapping[str, bytes]], Executor], prepare: Prepare) -> SearchOutcome:
         try:
+            for number in self.owner.rows:  # told, but a kill came before this
+                self._drop_checkpoint(number)
             self._settle()
             if self._next_score() is not None or self.schedule.without_cost():
                 with contextlib.closing(start(prepare() or {})) as executor, self._live(), _termination_interrupts():
@@ -171,7 +173,7 @@ class _Search:
 
     def _fill(self, executor: Executor) -> None:
         """Submit what there is room for. Costs go first once enough trials wait for them, and last if nothing else is left to do."""
-        self._submit_costs(executor, least=min(2 * executor.capacity, COST_BATCH))
+        self._submit_costs(executor, least=min(4 * executor.capacity, COST_BATCH))
         while executor.room > 0 and (ready := self._next_score()) is not None:
             executor.submit(self._task(*ready))
         if executor.in_flight == 0:
@@ -195,6 +197,7 @@ class _Search:
             run=self.trial_function,
             timeout_s=self.config.trial_timeout_s,
             stage=stage,
+            before=self.schedule.before(proposal.number, stage),
             resources=self.config.resources,
         )
 
@@ -230,6 +233,12 @@ class _Search:
         self.schedule.ended(done.task.number)
         self.measuring = self.measuring - {done.task.number}
         row = done.row
+        if row.error is not None:
+            self.in_a_row.append((done.task.stage.kind, row.error))
+        elif row.cost is None:
+            self.in_a_row = [(kind, error) for kind, error in self.in_a_row if kind != "score"]
+        else:
+            self.in_a_row.clear()
         if row.status == "ok" and row.cost is None:
             rung = f" rung {done.task.stage.rung}" if self.config.rungs.updates else ""
             self._print(f"trial {row.trial} {row.label}:{rung} after {row.updates} updates, mean {row.mean_accuracy:.3f}, A_min {row.a_min:.3f}")
@@ -240,17 +249,16 @@ class _Search:
         assert row.trial is not None
         self.owner.tell(row)
         self.schedule.told(row.trial)
-        (self.owner.trial_folder(row.trial) / CHECKPOINT_FILE).unlink(missing_ok=True)
+        self._drop_checkpoint(row.trial)
         self.finished_here += 1
         self._measure()
-        if row.error is not None:
-            self.in_a_row.append(row.error)
-        elif row.status == "ok":
-            self.in_a_row.clear()
         self._print(f"{_describe(row)} | {self._progress()}")
 
+    def _drop_checkpoint(self, number: int) -> None:
+        (self.owner.trial_folder(number) / CHECKPOINT_FILE).unlink(missing_ok=True)
+
     def _abort(self) -> None:
-        error = self.in_a_row[0]
+        _, error = self.in_a_row[0]
         self._print(error.traceback or f"{error.kind}: {error.message}")
         self.stop = "failures", f"{len(self.in_a_row)} trials in a row failed, the first with {error.kind}: {error.message}; continue with: {self.command}"
 
@@ -274,7 +282,7 @@ class _Search:
             front=self.front,
             hypervolume=self.hypervolume,
             elapsed_s=time.monotonic() - self.begin,
-            error=self.in_a_row[0] if stopped == "failures" else None,
+            error=self.in_a_row[0][1] if stopped == "failures" else None,
         )
         self._print(f"{self.owner.folder}: {message} ({self._progress()})")
         return outcome

@@ -18,6 +18,7 @@ from mitigate.rows import Row
 from mitigate.search.loop import RUN_TRIAL
 from mitigate.search.study import lock_folder
 from mitigate.search.workers import Executor, InlineExecutor, RayExecutor, Task, read_result
+from mitigate.stage import Stage
 
 FRESH = 1000  # added to the seeds of the search, with 1, 2, … for each repeat
 POLL_S = 1.0
@@ -70,7 +71,7 @@ def rescore(
 def _chosen(folder: Path, config: SearchConfig, trials: Sequence[int] | None) -> list[Row]:
     rows = results.read_rows(folder)
     if trials is not None:
-        found = [results.trial_row(folder, number) for number in trials]
+        found = [results.trial_row(folder, number) for number in dict.fromkeys(trials)]
         for row in found:
             if row.status != "ok":
                 raise ConfigError(f"rescore: trial {row.trial} is {row.status}; only finished trials can be re-scored")
@@ -100,6 +101,7 @@ def _tasks(folder: Path, row: Row, seeds: int, config: SearchConfig, cache: Path
             cache=str(cache.resolve()),
             run=run,
             timeout_s=config.trial_timeout_s,
+            stage=Stage(device="cuda" if config.resources.gpus else "cpu"),
             last=True,
             resources=config.resources,
         )

@@ -53,6 +53,12 @@ class Schedule:
         """Trials that lack nothing but the measurement of their costs."""
         return [(proposal, stage) for proposal in self._open.values() if (stage := self._stage(proposal)) is not None and stage.kind == "cost"]
 
+    def before(self, number: int, stage: Stage) -> dict[str, str]:
+        """The Row that a stage of a trial goes on from, by the name of its file; empty for a trial that has none."""
+        rung = stage.rung if stage.kind == "cost" else stage.rung - 1
+        row = self._row(number, rung) if rung >= 0 else None
+        return {} if row is None else {Stage(rung=rung).scored_file: row.to_json()}
+
     def submitted(self, number: int, stage: Stage) -> None:
         """A stage is under way."""
         self._out[number] = stage

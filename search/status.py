@@ -86,14 +86,14 @@ def read_status(folder: Path) -> Status:
         ok=states["ok"],
         stopped=states["stopped"],
         infeasible=states["infeasible"],
-        running=tuple(_running(folder, trial) for trial in trials if trial.state == TrialState.RUNNING and trial.number not in told),
+        running=tuple(_running(folder, trial, len(config.rungs.updates)) for trial in trials if trial.state == TrialState.RUNNING and trial.number not in told),
         updates=sum(row.updates for row in rows),
         front=tuple(row.trial for row in front if row.trial is not None),
         hypervolume=pareto.hypervolume(finished),
         a_min=max((row.a_min for row in front if row.a_min is not None and not pareto.is_full(row)), default=None),
         failures=dict(Counter(row.error.kind for row in rows if row.error is not None)),
         requirements=config.require,
-        left_s=_left(trials, config.trials - len(rows)) if alive else None,
+        left_s=_left(folder, trials, config.trials - len(rows)) if alive else None,
     )
 
 
@@ -137,18 +137,22 @@ def _trials(folder: Path) -> list[FrozenTrial]:
         return optuna.load_study(study_name=names[0], storage=storage, sampler=optuna.samplers.RandomSampler()).get_trials()
 
 
-def _running(folder: Path, trial: FrozenTrial) -> Running:
+def _running(folder: Path, trial: FrozenTrial, last: int) -> Running:
+    """`last` is the number of the rung with the whole budget, after which costs are measured."""
     place = folder / "trials" / f"{trial.number:04d}"
     started = _started(place)
-    scored = sorted(int(path.stem.removeprefix("rung-")) for path in place.glob("rung-*.json"))
-    doing, since = "waits to start", None
-    if started:
-        kind, rung = started.get("kind", "score"), started.get("rung", 0)
-        ended = kind == "score" and rung in scored
-        waits = f"waits after rung {rung}" if f"rung:{rung}" not in trial.user_attrs else f"goes on after rung {rung}"
-        words = "measures costs" if kind == "cost" else f"trains and scores (rung {rung})"
-        doing = waits if ended else f"{words} on {started['host']}, process {started['pid']}"
-        since = None if ended else max(0.0, time.time() - started["time"])
+    reached = max((int(path.stem.removeprefix("rung-")) for path in place.glob("rung-*.json")), default=-1)
+    since = None
+    if started and (started["kind"] == "cost" or started["rung"] > reached):
+        words = "measures costs" if started["kind"] == "cost" else "trains and scores" + (f" (rung {started['rung']})" if last else "")
+        doing = f"{words} on {started['host']}, process {started['pid']}"
+        since = max(0.0, time.time() - started["time"])
+    elif reached == last:
+        doing = "waits for its costs to be measured"
+    elif reached >= 0:
+        doing = f"goes on after rung {reached}" if f"rung:{reached}" in trial.user_attrs else f"waits after rung {reached}"
+    else:
+        doing = "waits to start"
     return Running(number=trial.number, label=str(trial.user_attrs["label"]), doing=doing, attempt=int(started.get("attempt", 1)), since_s=since)
 
 
@@ -157,7 +161,7 @@ def _started(place: Path) -> dict[str, Any]:
         found = json.loads((place / "started.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) and "time" in found else {}
+    return found if isinstance(found, dict) and {"time", "kind", "rung", "host", "pid"} <= found.keys() else {}
 
 
 def _driver(folder: Path) -> tuple[str, bool]:
@@ -181,9 +185,15 @@ def _driver(folder: Path) -> tuple[str, bool]:
     return text, True
 
 
-def _left(trials: list[FrozenTrial], left: int) -> float | None:
-    """Seconds for `left` trials at the rate of the last that finished."""
-    ends = sorted(trial.datetime_complete.timestamp() for trial in trials if trial.datetime_complete is not None)[-RECENT:]
-    if len(ends) < 2 or left < 1:
+def _left(folder: Path, trials: list[FrozenTrial], left: int) -> float | None:
+    """Seconds for `left` trials at the rate of the last that finished under this driver, which wrote its lock when it began."""
+    try:
+        begin = (folder / "driver.lock").stat().st_mtime
+    except OSError:
         return None
-    return (time.time() - ends[0]) / (len(ends) - 1) * left
+    ends = sorted(trial.datetime_complete.timestamp() for trial in trials if trial.datetime_complete is not None)
+    ends = [end for end in ends if end >= begin]
+    if not ends or left < 1:
+        return None
+    since = ends[-RECENT - 1] if len(ends) > RECENT else begin
+    return (time.time() - since) / len(ends[-RECENT:]) * left

@@ -330,7 +330,7 @@ class StudyOwner:
     def _set_aside(self, number: int) -> None:
         """Move a folder that a lost journal record left behind out of `trials/`, where its result would count beside that of the new trial."""
         folder, orphans = self.trial_folder(number), self.folder / "orphans"
-        if any(folder.glob("*.json")):
+        if folder.exists() and any(folder.iterdir()):  # a checkpoint alone would be gone on from
             orphans.mkdir(exist_ok=True)
             folder.rename(_unused(orphans, folder.name))
 

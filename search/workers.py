@@ -64,6 +64,7 @@ class Task:
     timeout_s: float
     stage: Stage = field(default_factory=Stage)
     last: bool = False
+    before: dict[str, str] = field(default_factory=dict)  # Rows that the stage goes on from, by file, for a machine that does not see the folder
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
     attempt: int = 1  # executions whose worker died count
     losses: int = 0  # executions whose machine was lost
@@ -201,8 +202,8 @@ def failure_row(task: Task, kind: str, message: str, trace: str = "", *, wall_s:
 # ---------------------------------------------------------------- in the worker
 
 
-def execute(plain: dict[str, Any]) -> dict[str, Any]:
-    """Run one task: catch everything, write its Row, return the Row as plain data.
+def execute(plain: dict[str, Any], passing: tuple[type[BaseException], ...] = (KeyboardInterrupt,)) -> dict[str, Any]:
+    """Run one task: catch everything but `passing`, write its Row, return the Row as plain data.
 
     Raises:
         ExecutorError: the trial function cannot be imported.
@@ -211,11 +212,14 @@ def execute(plain: dict[str, Any]) -> dict[str, Any]:
     run, folder = _resolve(task.run), Path(task.folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "started.json", json.dumps(_started(task)).encode())
+    for name, text in task.before.items():
+        if not (folder / name).exists():
+            write_result(folder, Row.from_json(text), name)
     begin = time.monotonic()
     try:
         row = run(task.config(), label=task.label, trial=task.number, anchor=task.anchor, out=folder, cache=Path(task.cache), stage=task.stage)
         row = _checked(task, row)
-    except KeyboardInterrupt:
+    except passing:
         raise
     except BaseException as error:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -225,13 +229,16 @@ def execute(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def execute_all(plains: list[dict[str, Any]], carried: dict[str, bytes]) -> list[dict[str, Any]]:
-    """Run tasks one after the other. `carried` are files of the cache folder, which a machine that lacks them gets first."""
+    """Run tasks one after the other. `carried` are files of the cache folder, which a machine that lacks them gets first.
+
+    A worker that is told to end, as by SIGTERM when its machine shuts down, gets SystemExit: no result of the trial, which runs again elsewhere.
+    """
     if plains and carried:
         for name, content in carried.items():
             path = Path(plains[0]["cache"]) / name
             if not path.exists():
                 write_atomic(path, content)
-    return [execute(plain) for plain in plains]
+    return [execute(plain, (KeyboardInterrupt, SystemExit)) for plain in plains]
 
 
 def _started(task: Task) -> dict[str, Any]:
@@ -379,17 +386,23 @@ class RayExecutor:
         self._execute = ray.remote(max_calls=1, max_retries=0, **options)(execute_all)
         self._carried = ray.put(dict(carried or {}))  # a machine fetches it once, whatever the number of its trials
         self._quiet: dict[str, Any] | None = None  # the machine that a batch has to itself
+        self._held: list[Task] = []  # to be executed again once a batch has left them a machine
 
     @property
     def in_flight(self) -> int:
-        return sum(len(running.tasks) for running in self._running.values())
+        return len(self._held) + sum(len(running.tasks) for running in self._running.values())
 
     @property
     def room(self) -> int:
         """On one machine none while a batch waits for it or has it to itself; the others of a cluster go on."""
-        busy = sum(not running.alone for running in self._running.values())
-        reserved = 0 if self._quiet is None else self._trials_on(self._quiet)
-        return max(0, self.capacity - busy - reserved)
+        busy = len(self._held) + sum(not running.alone for running in self._running.values())
+        workers = self.capacity if self._quiet is None else self.capacity - 1
+        return max(0, min(workers, self._places()) - busy)
+
+    def _places(self) -> int:
+        """Trials that fit at once on the machines that no batch has to itself."""
+        quiet = None if self._quiet is None else self._quiet["NodeID"]
+        return sum(self._trials_on(node) for node in self._nodes() if node["NodeID"] != quiet)
 
     def submit(self, task: Task) -> None:
         from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
@@ -403,7 +416,10 @@ class RayExecutor:
         """On the smallest machine that fits a trial, all of its CPUs asked for."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self._quiet = min((node for node in self._nodes() if self._trials_on(node)), key=lambda node: (node["Resources"].get("CPU", 0), node["NodeID"]))
+        fit = [node for node in self._nodes() if self._trials_on(node)]
+        if not fit:
+            raise ExecutorError(f"no machine of the Ray cluster has room for a trial any more ({_demand(self._resources)} needed)")
+        self._quiet = min(fit, key=lambda node: (node["Resources"].get("CPU", 0), node["NodeID"]))
         there = NodeAffinitySchedulingStrategy(self._quiet["NodeID"], soft=False)
         gpus = max(1.0, self._resources.gpus) if self._resources.gpus else 0
         self._send(tasks, alone=True, num_cpus=self._quiet["Resources"]["CPU"], num_gpus=gpus, scheduling_strategy=there)
@@ -415,6 +431,8 @@ class RayExecutor:
         self._running[ref] = _Running(tasks, alone, time.monotonic())
 
     def poll(self, timeout_s: float) -> list[Done]:
+        while self._held and self._places():
+            self.submit(self._held.pop(0))
         if not self._running:
             return []
         for ref, running in self._running.items():
@@ -429,6 +447,7 @@ class RayExecutor:
         for ref in self._running:
             self._ray.cancel(ref, force=True)
         self._running.clear()
+        self._held.clear()
 
     def _nodes(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
@@ -493,7 +512,10 @@ class RayExecutor:
             if rest:
                 self.submit_alone(rest)
             return [Done(task=first, row=_row_of(first))]
-        self.submit_alone([first, *rest]) if running.alone else self.submit(first)
+        if running.alone:
+            self.submit_alone([first, *rest])
+        else:
+            self._held.append(first)
         return []
 
     def _failure(self, ref: Any, running: _Running) -> tuple[tuple[str, str] | None, list[dict[str, Any]]]:

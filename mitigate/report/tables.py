@@ -31,6 +31,16 @@ def front_table(rows: Sequence[Row], key: Callable[[Row], Any] = data.by_cost) -
     return "\n".join([*lines, "", *notes])
 
 
+def front_text(rows: Sequence[Row], every: Sequence[Row], requirements: Sequence[str], key: Callable[[Row], Any] = data.by_cost) -> str:
+    """The front of `rows`, which are those of `every` that meet the requirements, given as text."""
+    finished = sum(row.status == "ok" for row in every)
+    demands = " and ".join(requirements)
+    if not rows and finished:
+        return f"No finished trial meets {demands}."
+    table = front_table(rows, key)
+    return f"{table}\nFront of the {len(rows)} of {finished} finished trials with {demands}." if demands else table
+
+
 def _cells(row: Row, on_front: bool) -> list[str]:
     assert row.cost is not None
     trial = "-" if row.trial is None else str(row.trial)

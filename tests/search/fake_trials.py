@@ -229,6 +229,156 @@ def any_of_them(config: TrialConfig, *, trial: int | None = None, **rest: object
     return kinds.get(trial if trial is not None else -1, ok)(config, trial=trial, **rest)
 
 
+# ---------------------------------------------------------------- drivers that die at a chosen moment
+
+
+def die_at(point: str, count: int) -> None:
+    """Make this process end at once, as if killed, at the `count`-th passage of a point of a trial's life."""
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    import mitigate.search.rungs as rungs
+    import mitigate.search.study as study
+    import mitigate.search.workers as workers
+
+    passed = 0
+
+    def passes() -> bool:
+        nonlocal passed
+        passed += 1
+        return passed == count
+
+    def around(owner: Any, name: str, when: str) -> None:
+        original = getattr(owner, name)
+
+        def patched(*arguments: Any, **options: Any) -> Any:
+            if when == "before" and passes():
+                os._exit(9)
+            found = original(*arguments, **options)
+            if when == "after" and passes():
+                os._exit(9)
+            return found
+
+        setattr(owner, name, patched)
+
+    def half_a_line(self: Any, logs: list[dict[str, Any]]) -> None:
+        if passes():
+            with open(self._file_path + ".lock", "w"), open(self._file_path, "ab") as journal:
+                whole = "\n".join(json.dumps(log) for log in logs)
+                journal.write(whole[: len(whole) // 2].encode())
+            os._exit(9)
+        append(self, logs)
+
+    what, _, when = point.partition(" ")
+    if what == "write":  # workers and rungs hold the function by its name
+        around(workers, "write_result", when)
+        rungs.write_result = workers.write_result  # type: ignore[attr-defined]
+    elif what == "link":
+        around(os, "link", when)
+    elif what == "append" and when == "half":
+        import json
+
+        append = JournalFileBackend.append_logs
+        JournalFileBackend.append_logs = half_a_line  # type: ignore[method-assign]
+    else:
+        owners: dict[str, tuple[Any, str]] = {
+            "propose": (study.StudyOwner, "_set_aside" if when == "before" else "propose"),
+            "append": (JournalFileBackend, "append_logs"),
+            "config": (study, "_write_config"),
+            "decide": (optuna.Trial, "set_user_attr"),
+            "tell": (optuna.Study, "tell"),
+            "constraint": (optuna.Trial, "set_constraint"),
+            "start": (workers, "_resolve"),
+            "train": (sys.modules[staged.__module__], "write_atomic"),
+        }
+        around(*owners[what], when)
+
+
+def serve_drivers() -> None:
+    """Run a driver in a fork for each line of stdin, a JSON object, and answer with its exit status. Importing takes longer than a small search."""
+    import json
+
+    import mitigate
+    import mitigate.config as config_module
+
+    mitigate.registry = sys.modules["mitigate.registry"] = fake_registry()
+    from rich.console import Console
+
+    from mitigate import results
+    from mitigate.search.loop import run_search
+
+    assert results
+    for line in sys.stdin:
+        order = json.loads(line)
+        if (child := os.fork()) == 0:
+            config_module.PRESETS = Path(order["presets"])
+            die_at(order["point"], order["count"])
+            config = config_module.from_dict(config_module.SearchConfig, order["config"])
+            folder = Path(order["folder"])
+            run = f"fake_trials:{order['run']}"
+            outcome = run_search(config, results=folder, cache=folder / "cache", inline=True, run=run, console=Console(quiet=True), command="again")
+            os._exit(0 if outcome.finished else 1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+# ---------------------------------------------------------------- trials of a cluster
+
+
+def staged_dying_in_many_ways(config: TrialConfig, *, stage: Stage, out: Path, trial: int | None = None, **rest: Any) -> Row:
+    """As `staged_uneven`, but the first execution of each stage of two trials in three is killed, or told to end, after it wrote its checkpoint."""
+    mark = out / f"died-{stage.kind}-{stage.rung}"
+    row = staged_uneven(config, stage=stage, out=out, trial=trial, **rest)
+    if trial is not None and trial % 3 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), 9 if trial % 3 == 1 else 15)
+        time.sleep(5)
+    return row
+
+
+def staged_noting(config: TrialConfig, *, stage: Stage, out: Path, cache: Path, trial: int | None = None, **rest: Any) -> Row:
+    """As `staged`, with a file of the cache folder; says in `times.log` where and when it ran."""
+    import json
+
+    begin = time.time()
+    assert (cache / "bases" / "base.bin").read_bytes() == b"a base"
+    row = staged(config, stage=stage, out=out, trial=trial, **rest)
+    time.sleep(0.4)
+    node = json.loads((out / "started.json").read_text())["node"]
+    _append(out.parent.parent / "times.log", f"{trial} {stage.kind} {node} {begin} {time.time()}")
+    return row
+
+
+def staged_in_seconds(config: TrialConfig, **rest: Any) -> Row:
+    """As `staged`, a tenth of a second for ten updates at the least: two seconds and more in all. For a worker of its own."""
+
+    at_once = write_atomic
+
+    def slowly(path: Path, content: bytes) -> Path:
+        time.sleep(0.1)
+        return at_once(path, content)
+
+    staged.__globals__["write_atomic"] = slowly
+    try:
+        return staged(config, **rest)
+    finally:
+        staged.__globals__["write_atomic"] = at_once
+
+
+def drive_cluster() -> None:
+    """RESULTS PRESETS TRIAL-FUNCTION CONFIG-JSON ADDRESS in `sys.argv`: run or resume one search on a cluster."""
+    import json
+
+    import mitigate
+    import mitigate.config as config_module
+
+    mitigate.registry = sys.modules["mitigate.registry"] = fake_registry()
+    config_module.PRESETS = Path(sys.argv[2])
+    from mitigate.search.loop import run_search
+
+    config = config_module.from_dict(config_module.SearchConfig, json.loads(sys.argv[4]))
+    run_search(config, results=Path(sys.argv[1]), cache=Path(sys.argv[1]) / "cache", address=sys.argv[5], run=f"fake_trials:{sys.argv[3]}")
+
+
 def main() -> None:
     """`fake_trials.py RESULTS PRESETS TRIAL-FUNCTION CONFIG-JSON`: run or resume one search inline."""
     import json
