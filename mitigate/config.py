@@ -554,7 +554,8 @@ class SearchConfig:
         reproducible: the same proposals whatever the workers' timing. Each waits for a fixed set of earlier trials, and the sampler does not see throughput,
             which is never measured twice the same.
         lag: while `reproducible` and without rungs, trial n knows the trials up to n - lag. Those must have their costs measured, so
-            workers wait for each other; a larger lag, or rungs, keeps them busy. With rungs, a trial knows the anchors and the brackets up to the last but one, and those of the first two brackets know nothing.
+            workers wait for each other; a larger lag, or rungs, keeps them busy. With rungs, a trial knows the anchors and the brackets up to the last but
+            one, and those of the first two brackets know nothing.
         max_hours: stop proposing after this many hours of one call, None for no limit.
         max_updates: stop proposing once the trials have done this many fine-tuning updates together, None for no limit.
         trial_timeout_s: a stage of a trial (training and scoring up to a rung, or measuring costs) that runs longer makes it infeasible.
