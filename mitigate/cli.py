@@ -120,6 +120,27 @@ def _parser() -> argparse.ArgumentParser:
     _results(score)
     _cache(score)
 
+    tune = _add(commands, "finetune", _finetune, "fine-tune a pretrained model with a variant; rows before and after, perplexities, a figure and a bundle")
+    tune.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, see configs/real-model.toml and docs/real-models.md")
+    tune.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the result; a run that was cut short goes on in it")
+    tune.add_argument("--model", metavar="NAME_OR_PATH", help="instead of the config's")
+    tune.add_argument("--minutes", type=float, help="budget of training time, instead of the config's")
+    tune.add_argument("--threads", type=int, help="torch threads (default: torch's own)")
+
+    saying = _add(commands, "generate", _generate, "continue a prompt with a model, as it is or with a compressor, and count its cache")
+    saying.add_argument("--model", required=True, metavar="NAME_OR_PATH", help="a folder, a GGUF file, or a name on the Hugging Face hub")
+    saying.add_argument("--revision", help="of the hub's repository")
+    saying.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and activations (default: the bundle's, or float32)")
+    how = saying.add_mutually_exclusive_group()
+    how.add_argument("--bundle", type=Path, metavar="DIR", help="a compressor that `mitigate finetune` trained for this model")
+    how.add_argument("--variant", metavar="NAME", help="a preset to attach untrained, see `mitigate variants`")
+    saying.add_argument("--prompt", required=True, metavar="TEXT")
+    saying.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(default 64)")
+    saying.add_argument("--chat", action="store_true", help="the prompt is a user's turn of the tokenizer's chat template")
+    saying.add_argument("--temperature", type=float, default=0.0, help="draw tokens instead of taking the likeliest (default 0: greedy)")
+    saying.add_argument("--seed", type=int, default=0, help="of the draw, and of an untrained variant's gates (default 0)")
+    saying.add_argument("--threads", type=int, help="torch threads (default: torch's own)")
+
     moving = _add(commands, "transition", _transition, "accuracy against the distance from fact to query, at every phase, of a trained trial")
     moving.add_argument("trial", type=Path, metavar="DIR", help="folder of a finished trial: results/trials/NAME, or results/STUDY/trials/NNNN")
     moving.add_argument("--distance", type=int, metavar="N", help="largest distance, tokens (default: local window + W + S + 16)")
@@ -293,6 +314,7 @@ def _prepare_base(base: config.BaseConfig, cache: Path) -> dict[str, bytes]:
     found = bases.load(base, cache, log=print)
     torch.set_num_threads(threads)
     print(f"base: {'from the cache' if found.cached else 'trained'}, retrieves {found.accuracy:.3f} of fresh queries")
+    return bases.files(base, cache)
 
 
 def _trial(arguments: argparse.Namespace) -> int:
@@ -314,7 +336,6 @@ def _trial(arguments: argparse.Namespace) -> int:
     registry.check(wanted.variant, layers=wanted.base.layers)
     label = registry.describe(wanted.variant)
     identity = config.content_hash(wanted)
-    return bases.files(base, cache)
     out: Path = arguments.out or arguments.results / "trials" / f"{label.replace(' ', '_')}-{identity[:8]}"
 
     def run() -> Row:
@@ -404,6 +425,60 @@ def _score_tiny(arguments: argparse.Namespace, variant: config.VariantConfig, sw
 
     out = arguments.out or arguments.results / "scores" / f"{_slug(label)}-{identity[:8]}"
     return _show(out, identity, run, None if arguments.bundle is None else weights)
+
+
+def _finetune(arguments: argparse.Namespace) -> int:
+    wanted = config.load_fine_tune(arguments.config, model=arguments.model)
+    if arguments.minutes is not None:
+        wanted = config.replace(wanted, train=config.replace(wanted.train, minutes=arguments.minutes))
+    _set_threads(arguments.threads)
+
+    from mitigate import before_after
+    from mitigate.report import tuning
+
+    with tuning.progress_bar(wanted.train.updates) as on_update:
+        rows, summary = before_after.run(wanted, arguments.out, log=print, on_update=on_update)
+    print(tuning.table(rows, summary))
+    print(f"result: {arguments.out / 'row.json'}, figure: {arguments.out / 'phase_curves.png'}, bundle: {arguments.out / before_after.BUNDLE}")
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    for name, value, least in (("max-new-tokens", arguments.max_new_tokens, 1), ("temperature", arguments.temperature, 0), ("seed", arguments.seed, 0)):
+        if not value >= least:
+            raise ConfigError(f"--{name} must be at least {least}, got {value}")
+    _set_threads(arguments.threads)
+    variant = config.load_variant(arguments.variant) if arguments.variant else None
+
+    import torch
+
+    from mitigate import bases, generate
+    from mitigate.export import pretrained
+    from mitigate.surgery import attach
+
+    described = None if arguments.bundle is None else pretrained.read(arguments.bundle)
+    dtype = arguments.dtype or (described["base"]["dtype"] if described else "float32")
+    base = bases.load_pretrained(arguments.model, revision=arguments.revision, dtype=dtype)
+    torch.manual_seed(arguments.seed)
+    if described is not None:
+        pretrained.put_on(base, arguments.bundle, described)
+    elif variant is not None:
+        attach(base.model, variant)
+    options = {"max_new_tokens": arguments.max_new_tokens, "temperature": arguments.temperature, "seed": arguments.seed}
+    found = generate.generate(base.model, base.tokenizer, arguments.prompt, chat=arguments.chat, **options)
+    print(found.text)
+    print(generate.bytes_line(found))
+    return 0
+
+
+def _set_threads(threads: int | None) -> None:
+    """ConfigError below one thread; torch's own number where none is given."""
+    if threads is not None and threads < 1:
+        raise ConfigError(f"--threads must be at least 1, got {threads}")
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)
 
 
 def _transition(arguments: argparse.Namespace) -> int:

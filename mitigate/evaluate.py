@@ -6,16 +6,18 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from mitigate import bases, cost, registry, score
-from mitigate.config import ConfigError, EvaluationConfig, content_hash, replace, to_dict
+from mitigate.config import ConfigError, EvaluationConfig, FineTuneConfig, content_hash, replace, to_dict
 from mitigate.rows import Row, installed_versions, worst_of
-from mitigate.surgery import BACKEND, attach
+from mitigate.surgery import Attachment, attach
 from mitigate.tasks import words
 from mitigate.tasks.prompts import Sweep
+
+Scored = TypeVar("Scored", EvaluationConfig, FineTuneConfig)
 
 
 def evaluate(config: EvaluationConfig, *, label: str = "", log: Callable[[str], None] = lambda line: None) -> Row:
@@ -31,32 +33,50 @@ def evaluate(config: EvaluationConfig, *, label: str = "", log: Callable[[str], 
     """
     started = time.perf_counter()
     base = bases.load_pretrained(config.model, revision=config.revision, dtype=config.dtype)
+    loaded = time.perf_counter()
+    row = score_variant(base, config, label=label, log=log)
+    return row.model_copy(update={"base_s": loaded - started, "wall_s": time.perf_counter() - started})
+
+
+def score_variant(base: bases.Pretrained, config: EvaluationConfig, *, label: str = "", log: Callable[[str], None] = lambda line: None) -> Row:
+    """`evaluate` of a model that is loaded already; the variant is taken off again."""
+    torch.manual_seed(config.seed)
+    with attach(base.model, config.variant) as attached:
+        return score_attached(attached, base, config, label=label, log=log)
+
+
+def score_attached(
+    attached: Attachment, base: bases.Pretrained, config: EvaluationConfig | FineTuneConfig, *, label: str = "", log: Callable[[str], None] = lambda line: None
+) -> Row:
+    """Sweeps and cost of a variant on a loaded model as it is now, trained or not: a Row without what only loading and training can say.
+
+    Raises:
+        ConfigError: the tokenizer has no words for the task, or a prompt is longer than the model's positions.
+    """
+    started = time.perf_counter()
     found = words.find(base.tokenizer, config.words)
     _check_vocabulary(base, found, config.model)
     settings = config.score
     sweeps = [words.sweep(found, config.words, p, period=settings.period, prompts=settings.prompts, seed=settings.seed) for p in settings.protocols]
     _check_length(base, sweeps)
     log(_words_line(found))
-    loaded = time.perf_counter()
-    torch.manual_seed(config.seed)
-    with attach(base.model, config.variant) as attached:
-        scores = [score.summarise(score.run_sweep(attached, sweep, batch=settings.batch, log=log), sweep, settings) for sweep in sweeps]
-        scored = time.perf_counter()
-        measured = cost.measure(attached, config.cost, seed=config.seed)
+    scores = [score.summarise(score.run_sweep(attached, sweep, batch=settings.batch, log=log), sweep, settings) for sweep in sweeps]
+    scored = time.perf_counter()
+    measured = cost.measure(attached, config.cost, seed=config.seed)
     ended = time.perf_counter()
+    kept: EvaluationConfig | FineTuneConfig = recorded(config)  # type: ignore[type-var]
     return Row(
         status="ok",
         label=label or default_label(config),
-        config=to_dict(recorded(config)),
-        config_sha256=content_hash(recorded(config)),
+        config=to_dict(kept),
+        config_sha256=content_hash(kept),
         base_sha256=base.sha256,
         seed=config.seed,
         versions=installed_versions(),
         device=f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)",
-        backend=BACKEND if config.variant.compress else "transformers-sdpa",
+        backend=attached.backend,
         wall_s=ended - started,
-        base_s=loaded - started,
-        score_s=scored - loaded,
+        score_s=scored - started,
         cost_s=ended - scored,
         scores=scores,
         curve=score.find_period(scores),
@@ -65,15 +85,18 @@ def evaluate(config: EvaluationConfig, *, label: str = "", log: Callable[[str], 
     )
 
 
-def recorded(config: EvaluationConfig) -> EvaluationConfig:
-    """The config as a Row keeps it: of a model on disk the name alone, since where it lies is this machine's; `base_sha256` says what it is."""
+def recorded(config: Scored) -> Scored:
+    """The config as a Row keeps it: of a model or a text on disk the name alone, since where it lies is this machine's; hashes say what it is."""
+    if isinstance(config, FineTuneConfig):
+        config = replace(config, text=replace(config.text, path=Path(config.text.path).name))
     return replace(config, model=Path(config.model).name) if Path(config.model).exists() else config
 
 
-def default_label(config: EvaluationConfig) -> str:
+def default_label(config: EvaluationConfig | FineTuneConfig) -> str:
     """The model's own name and what was attached to it."""
     name = Path(config.model).name.removesuffix(".gguf")
-    return f"{name}, {registry.describe(config.variant) + ' untrained' if config.variant.compress else 'own attention'}"
+    state = "fine-tuned" if isinstance(config, FineTuneConfig) else "untrained"
+    return f"{name}, {f'{registry.describe(config.variant)} {state}' if config.variant.compress else 'own attention'}"
 
 
 def _check_vocabulary(base: bases.Pretrained, found: words.Words, name: str) -> None:

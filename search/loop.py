@@ -124,7 +124,8 @@ def run_search(
 
 
 def _this_command() -> str:
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    name = Path(sys.argv[0]).name
+    return shlex.join([*(["python", "-m", "mitigate"] if name == "__main__.py" else [name]), *sys.argv[1:]])
 
 
 class _Search:

@@ -31,6 +31,7 @@ from mitigate.config import (
     did_you_mean,
     from_dict,
     load_base,
+    load_fine_tune,
     load_search,
     load_trial,
     load_variant,
@@ -338,6 +339,9 @@ def test_every_file_under_configs_loads() -> None:
         from_dict(SearchConfig, {"name": "x", "trials": 1, "space": space})
     for path in sorted(PRESETS.glob("*.toml")):
         data = read_toml(path)
+        if "model" in data:
+            load_fine_tune(path)
+            continue
         if "trials" in data:
             load_search(path)
         load_trial(path)

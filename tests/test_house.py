@@ -28,9 +28,9 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"", "files", "geometry", "config", "rows", "stage", "stats", "spectrum", "kernels"}),  # "" is mitigate/__init__.py
     frozenset({"registry", "variants", "compressor", "outcomes"}),
     frozenset({"surgery", "cache", "readout", "bases", "tasks"}),
-    frozenset({"train", "score", "cost"}),
-    frozenset({"trial", "evaluate", "paper"}),
-    frozenset({"search", "pareto", "results", "report", "export", "doctor", "requirements"}),
+    frozenset({"train", "score", "cost", "perplexity"}),
+    frozenset({"trial", "evaluate", "finetune", "generate", "paper"}),
+    frozenset({"search", "pareto", "results", "report", "export", "before_after", "doctor", "requirements", "rescored"}),
     frozenset({"cli", "__main__"}),
 )
 # Sideways imports between units of one floor are listed, and the list has no cycle (tested below).
@@ -60,6 +60,10 @@ SIDEWAYS = frozenset(
         ("export", "pareto"),
         ("export", "results"),
         ("results", "pareto"),
+        ("finetune", "evaluate"),
+        ("before_after", "export"),
+        ("before_after", "report"),
+        ("before_after", "results"),
         ("__main__", "cli"),
     }
 )
@@ -70,6 +74,7 @@ CONFINED = {  # a library -> the units that may import it
     "triton": {"kernels"},
     "matplotlib": {"report"},
     "transformers": {"bases", "surgery", "cache"},
+    "datasets": {"tasks"},
 }
 TOP_LEVEL_NAMES = {"kernels", "search", "configs", "results", "tests"}  # folders here that must never be installed under these names
 NO_INIT = ("kernels", "search", "results", "configs")

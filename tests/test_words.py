@@ -211,6 +211,21 @@ def test_prompts_are_token_exact(drawn: tuple[str, WordsConfig, int], protocol: 
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_training_prompts_are_token_exact_and_shift_at_random(protocol: ProtocolName) -> None:
+    config, count = WordsConfig(records=9, queries=3, demonstrations=2, filler=11, filler_in_sequence=13), 60
+    found = words.find(NeverDecodes(shared("has-bos")), config)
+    expected, spell = expected_of("has-bos", config, key=1, answer=1), shared("has-bos").convert_ids_to_tokens
+    batch = words.training_batch(found, config, np.random.default_rng(0), count, protocol)
+    for row in range(count):
+        one = Prompts(tokens=batch.tokens[row : row + 1], answer_from=batch.answer_from, target=batch.target[row : row + 1])
+        assert faults(one, spell, expected, config, protocol, 1, config.records) == []
+    assert len({tuple(row) for row in batch.tokens.tolist()}) == count
+    assert len(set(batch.target.min(axis=1).tolist())) > 5, "shifted"
+    again = words.training_batch(found, config, np.random.default_rng(0), count, protocol)
+    assert np.array_equal(again.tokens, batch.tokens)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("name", ["adds-bos", "chat", "letters"])
 def test_target_positions_are_matched_with_everything_in_front_counted(name: str, protocol: ProtocolName) -> None:
     """A prefix of any length turns residues; the moments must not notice."""

@@ -31,6 +31,7 @@ from mitigate.surgery import Attachment, attach
 from mitigate.trial import COMPRESSOR_FILE, MODEL_FILE, restore
 
 MANIFEST, DESCRIPTION, ROW, REFERENCE, SPEC = "MANIFEST.json", "compressor.json", "row.json", "reference.py", "SPEC.md"
+PRETRAINED = "pretrained.json"  # stands for `DESCRIPTION` in the other kind of bundle, `export.pretrained`
 
 
 class DamagedBundle(ConfigError):
@@ -121,6 +122,8 @@ def read_config(folder: Path) -> TrialConfig:
 def read_description(folder: Path) -> dict[str, Any]:
     """`compressor.json`, checked against its schema; DamagedBundle names the field."""
     path = folder / DESCRIPTION
+    if (folder / PRETRAINED).is_file() and not path.is_file():
+        raise ConfigError(f"{folder} is a compressor for a pretrained base, without golden vectors: `mitigate generate --bundle` checks its files and its base")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -22,7 +22,7 @@ import numpy as np
 from mitigate.config import ConfigError, WordsConfig
 from mitigate.tasks import placement
 from mitigate.tasks.placement import Design, Ints
-from mitigate.tasks.prompts import Content, Sweep
+from mitigate.tasks.prompts import Content, Prompts, Sweep, assemble
 
 ANIMALS = (
     "dog cat horse cow pig sheep goat chicken duck goose turkey rabbit mouse rat hamster squirrel fox wolf bear lion tiger leopard cheetah elephant giraffe "
@@ -135,14 +135,10 @@ def sweep(words: Words, config: WordsConfig, protocol: placement.Protocol, *, pe
         ConfigError: the context has no room for the demonstrations and the queried records, or for more records than there are keys.
     """
     filler = config.filler if protocol == "outer" else config.filler_in_sequence
-    records, askable = config.records, None
+    records, askable = _records(words, config, filler), None
     if config.context is not None:
-        overhead = _overhead(words.prefix, words.opening, words.record_length, config, filler)
-        records = _records_that_fit(config, overhead=overhead, length=words.record_length)
         middle = max(config.queries, records // 10)
         askable = range((records - middle) // 2, (records + middle) // 2)
-    if records > len(words.keys):
-        raise ConfigError(f"score: {records} records take as many different keys, this tokenizer has {len(words.keys)}")
     design = Design(
         protocol=protocol,
         period=period,
@@ -155,6 +151,32 @@ def sweep(words: Words, config: WordsConfig, protocol: placement.Protocol, *, pe
         askable=askable,
     )
     return Sweep(design=design, draw=lambda rng, asked: _draw(words, config, rng, asked, records, filler), note=words.note)
+
+
+def training_batch(words: Words, config: WordsConfig, rng: np.random.Generator, count: int, protocol: placement.Protocol) -> Prompts:
+    """Random prompts of the task: one shift for all records of a prompt (outer), or random gaps (in-sequence). Any record may be asked for.
+
+    Raises:
+        ConfigError: as `sweep`.
+    """
+    filler = config.filler if protocol == "outer" else config.filler_in_sequence
+    records = _records(words, config, filler)
+    drawn = [_draw(words, config, rng, rng.permutation(records)[: config.queries], records, filler) for _ in range(count)]
+    together: dict[str, Any] = {name: np.concatenate([getattr(one, name) for one in drawn]) for name in ("records", "filler", "tail", "asked")}
+    columns = 1 if protocol == "outer" else records
+    before = np.sort(rng.integers(filler + 1, size=(count, columns)), axis=1)
+    return assemble(dataclasses.replace(drawn[0], **together), np.broadcast_to(before, (count, records)))
+
+
+def _records(words: Words, config: WordsConfig, filler: int) -> int:
+    """Records of a prompt; ConfigError if they do not fit, or there are too few keys."""
+    records = config.records
+    if config.context is not None:
+        overhead = _overhead(words.prefix, words.opening, words.record_length, config, filler)
+        records = _records_that_fit(config, overhead=overhead, length=words.record_length)
+    if records > len(words.keys):
+        raise ConfigError(f"score: {records} records take as many different keys, this tokenizer has {len(words.keys)}")
+    return records
 
 
 def _draw(words: Words, config: WordsConfig, rng: np.random.Generator, asked_Q: Ints, records: int, filler: int) -> Content:
