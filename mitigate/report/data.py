@@ -218,12 +218,9 @@ def nothing_finished(rows: Sequence[Row]) -> str:
 def left_out_line(rows: Sequence[Row]) -> str:
     """How many trials a front leaves out because they are not finished, and why; empty if none."""
     states = Counter(row.status for row in rows)
-    parts = [f"{states['stopped']} stopped at a rung"] if states["stopped"] else []
-    parts += [f"{states['infeasible']} infeasible"] if states["infeasible"] else []
-    if not parts:
-        return ""
-    count = states["stopped"] + states["infeasible"]
-    return f"{' and '.join(parts)} {'trial is' if count == 1 else 'trials are'} left out; trials.csv has {'the errors' if states['infeasible'] else 'them'}."
+    words = {"stopped": "stopped at a rung", "infeasible": "infeasible"}
+    parts = [f"{states[status]} {said}" for status, said in words.items() if states[status]]
+    return f"Not finished, and left out: {', '.join(parts)}; trials.csv has them." if parts else ""
 
 
 def headlines(rows: Sequence[Row]) -> list[str]:

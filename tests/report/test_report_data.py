@@ -110,3 +110,14 @@ def test_names_are_one_line_and_cut() -> None:
     row = fake_rows(1)[0].model_copy(update={"label": "a\nvery " + "long " * 20, "trial": 7})
     assert data.named(row, 10) == "a very lo… #7"
     assert data.named(row.model_copy(update={"trial": None, "label": "x"})) == "x"
+
+
+def test_trials_that_are_not_finished_are_counted_by_what_became_of_them() -> None:
+    rows = [row for row in fake_rows(12) if row.status == "ok"]
+    assert data.left_out_line(rows) == ""
+    stopped = [row.model_copy(update={"status": "stopped", "cost": None}) for row in rows[2:5]]
+    assert data.left_out_line([*rows, *stopped]) == "Not finished, and left out: 3 stopped at a rung; trials.csv has them."
+    assert data.headlines([*rows[:2], *stopped])[0].endswith("; 3 more were stopped at a rung.")
+    prompts = rows[0].scores[0].clusters
+    fewer = [row.model_copy(update={"scores": [s.model_copy(update={"clusters": 1}) for s in row.scores]}) for row in stopped]
+    assert data.sample_line([*rows, *fewer]).startswith(f"Accuracy: {prompts} prompts"), "the small sweep of a rung is not what stands behind the front"
