@@ -217,7 +217,7 @@ def nothing_finished(rows: Sequence[Row]) -> str:
 
 def left_out_line(rows: Sequence[Row]) -> str:
     """How many trials a front leaves out because they are not finished, and why; empty if none."""
-    states = Counter(row.status for row in rows)
+    states = Counter[str](row.status for row in rows)
     words = {"stopped": "stopped at a rung", "infeasible": "infeasible"}
     parts = [f"{states[status]} {said}" for status, said in words.items() if states[status]]
     return f"Not finished, and left out: {', '.join(parts)}; trials.csv has them." if parts else ""
