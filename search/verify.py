@@ -26,7 +26,7 @@ class Verified:
 
 
 def verify_study(folder: Path, *, check: bool = True) -> Verified:
-    """Check the study in a folder; nothing is written to it but the driver's lock.
+    """Check the study in a folder. It is opened as a driver opens it: results that were written and not told are told first.
 
     Args:
         check: ask the registry whether variants are usable, as the search did.
