@@ -7,6 +7,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Any, TypeVar
 
 from mitigate.config import ConfigError, VariantConfig, content_hash, did_you_mean, load_variant, preset_names, preset_path, read_toml
@@ -128,14 +129,18 @@ def check(variant: VariantConfig, *, layers: int) -> None:
     grids(variant, layers=layers)
 
 
+@cache
+def _presets_by_hash() -> dict[str, str]:
+    """The first preset, by name, of each content hash."""
+    return {content_hash(load_variant(name)): name for name in reversed(preset_names("variants"))}
+
+
 def describe(variant: VariantConfig) -> str:
     """The preset's name if the variant is one, else a short description of what differs from plain W/S."""
     if not variant.compress:
         return "full"
-    wanted = content_hash(variant)
-    for name in preset_names("variants"):
-        if content_hash(load_variant(name)) == wanted:
-            return name
+    if (name := _presets_by_hash().get(content_hash(variant))) is not None:
+        return name
     parts = [f"w{variant.window}s{variant.stride}"]
     if variant.origin:
         parts.append(f"o{variant.origin}")

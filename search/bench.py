@@ -30,6 +30,7 @@ from mitigate.search.loop import run_search
 from mitigate.search.study import StudyOwner
 from mitigate.search.workers import Done, Task, file_of, outcome_of, write_result
 
+MACHINE = 8  # trials at once on one simulated machine
 WHOLE_S = 60.0  # made-up seconds of a trial with its whole budget
 COST_S = 5.0
 SPREAD = 0.2  # of the logarithm of a stage's time
@@ -37,54 +38,77 @@ NOISE = 0.02  # standard deviation of an accuracy
 
 
 class SimulatedExecutor:
-    """Workers that only exist on a clock.
+    """Workers that only exist on a clock, `MACHINE` of them on a machine. A batch of costs waits until its machine is empty, and then has it to itself.
 
     Attributes:
         clock: made-up seconds that passed, the driver's real ones included.
-        busy: made-up seconds of all workers together.
         driver: real seconds that the driver took between two polls.
+        busy, waited, alone: worker seconds: in trials; without work while the driver was at work; on machines that are emptied for a batch, or taken by one.
     """
 
     def __init__(self, workers: int, seed: int = 0) -> None:
         self.capacity = workers
-        self.clock = self.busy = self.driver = 0.0
+        self.clock = self.driver = self.busy = self.waited = self.alone = 0.0
         self._rng = np.random.default_rng(seed)
-        self._ends: list[tuple[float, int, list[Task]]] = []
-        self._count, self._alone = 0, False
+        self._size = min(workers, MACHINE)
+        self._ends: list[tuple[float, int, int, list[Task]]] = []  # when, order, machine, what ends then
+        self._quiet: set[int] = set()
+        self._count = 0
         self._left = time.perf_counter()
 
     @property
     def in_flight(self) -> int:
-        return sum(len(tasks) for _, _, tasks in self._ends)
+        return sum(len(tasks) for *_, tasks in self._ends)
 
     @property
     def room(self) -> int:
-        """A batch that is alone has the machine of one worker in this simulation, as on a cluster of small machines."""
-        return self.capacity - len(self._ends)
+        return sum(self._size - self._load(machine) for machine in self._machines() if machine not in self._quiet)
+
+    @property
+    def room_alone(self) -> int:
+        machines = len(self._machines())
+        return (max(1, machines // 2) if len(self._ends) > len(self._quiet) else machines) - len(self._quiet)
+
+    def _machines(self) -> range:
+        return range(self.capacity // self._size)
+
+    def _load(self, machine: int) -> int:
+        return sum(where == machine for _, _, where, _ in self._ends)
 
     def submit(self, task: Task) -> None:
         updates = task.config().train.updates
         before = outcome_of(dataclasses.replace(task, stage=dataclasses.replace(task.stage, rung=task.stage.rung - 1)))
         done = (updates if task.stage.updates is None else task.stage.updates) - (before.updates if before is not None else 0)
-        self._start([task], WHOLE_S * done / updates)
+        self.waited += self._pass_time() * self.room
+        seconds = self._lasts(WHOLE_S * done / updates)
+        self.busy += seconds
+        self._start(next(m for m in self._machines() if m not in self._quiet and self._load(m) < self._size), self.clock + seconds, [task])
 
     def submit_alone(self, tasks: list[Task]) -> None:
-        self._start(tasks, COST_S * len(tasks))
-
-    def _start(self, tasks: list[Task], seconds: float) -> None:
         self._pass_time()
-        lasts = seconds * float(np.exp(SPREAD * self._rng.standard_normal()))
-        self.busy += lasts
+        machine = min((m for m in self._machines() if m not in self._quiet), key=self._load)
+        self._quiet.add(machine)
+        free = max((end for end, _, where, _ in self._ends if where == machine), default=self.clock)
+        end = free + self._lasts(COST_S * len(tasks))
+        self.alone += self._size * (end - self.clock) - sum(until - self.clock for until, _, where, _ in self._ends if where == machine)
+        self._start(machine, end, tasks)
+
+    def _lasts(self, seconds: float) -> float:
+        return seconds * float(np.exp(SPREAD * self._rng.standard_normal()))
+
+    def _start(self, machine: int, end: float, tasks: list[Task]) -> None:
         self._count += 1
-        heapq.heappush(self._ends, (self.clock + lasts, self._count, tasks))
+        heapq.heappush(self._ends, (end, self._count, machine, tasks))
 
     def poll(self, timeout_s: float) -> list[Done]:
         """The stage that ends next; the clock goes there."""
         self._pass_time()
         if not self._ends:
             return []
-        end, _, tasks = heapq.heappop(self._ends)
+        end, _, machine, tasks = heapq.heappop(self._ends)
         self.clock = max(self.clock, end)
+        if tasks[0].stage.kind == "cost":
+            self._quiet.discard(machine)
         done = []
         for task in tasks:
             row = simulated_row(task)
@@ -93,11 +117,13 @@ class SimulatedExecutor:
         self._left = time.perf_counter()
         return done
 
-    def _pass_time(self) -> None:
+    def _pass_time(self) -> float:
+        """Add what the driver took since the last call."""
         now = time.perf_counter()
-        self.driver += now - self._left
-        self.clock += now - self._left
-        self._left = now
+        took, self._left = now - self._left, now
+        self.driver += took
+        self.clock += took
+        return took
 
     def close(self) -> None:
         self._ends.clear()
@@ -164,7 +190,7 @@ def _cost(kept: float, ratio: float) -> Cost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One simulated search. Seconds of proposals and memory are real; the waiting share is on the clock of the simulation."""
+    """One simulated search. Seconds of proposals and memory are real; shares are on the clock of the simulation."""
 
     sampler: str
     rungs: bool
@@ -173,7 +199,9 @@ class Measured:
     seed: int
     proposal_ms: list[float]
     driver_s: float
-    waiting: float  # share of the workers' time in which they wait for the driver or the end
+    waited: float  # share of the workers' time in which they are without work while the driver is at work
+    alone: float  # share in which their machine is emptied for costs, or taken by them
+    idle: float  # share in which there is no work for them, the end above all
     peak_mib: float
     updates: int
     hypervolume: float
@@ -199,7 +227,7 @@ def simulate(*, sampler: str, trials: int, workers: int, seed: int = 0, rungs: b
         outcome = run_search(config, results=place, cache=place, executor=lambda: executor, console=Console(file=io.StringIO()), command="")
         rows = _rows(outcome.folder)
         updates = sum(row.updates for row in rows)
-    waiting = 1 - executor.busy / (workers * executor.clock)
+    busy, waited, alone = (seconds / (workers * executor.clock) for seconds in (executor.busy, executor.waited, executor.alone))
     volumes = {n: pareto.hypervolume([row for row in rows if (row.trial or 0) < n]) for n in at if n <= trials}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return Measured(
@@ -210,7 +238,9 @@ def simulate(*, sampler: str, trials: int, workers: int, seed: int = 0, rungs: b
         seed=seed,
         proposal_ms=[1000 * s for s in proposals],
         driver_s=executor.driver,
-        waiting=waiting,
+        waited=waited,
+        alone=alone,
+        idle=1 - busy - waited - alone,
         peak_mib=peak,
         updates=updates,
         hypervolume=outcome.hypervolume,
@@ -266,7 +296,8 @@ def _line(found: Measured) -> str:
     first, last = np.array(found.proposal_ms[:200]), np.array(found.proposal_ms[-200:])
     parts = [f"{found.sampler}{' with rungs' if found.rungs else ''}, seed {found.seed}: {found.trials} trials, {found.workers} workers"]
     parts.append(f"proposal {np.median(first):.0f} ms (first 200), {np.median(last):.0f} ms (last 200, 95 %: {np.percentile(last, 95):.0f})")
-    parts.append(f"driver {1000 * found.driver_s / found.trials:.0f} ms a trial, workers wait {100 * found.waiting:.1f} %, peak {found.peak_mib:.0f} MiB")
+    parts.append(f"driver {1000 * found.driver_s / found.trials:.0f} ms a trial, peak {found.peak_mib:.0f} MiB")
+    parts.append(f"workers wait for the driver {100 * found.waited:.1f} %, for costs {100 * found.alone:.1f} %, have no work {100 * found.idle:.1f} %")
     parts.append(f"{found.updates} updates, hypervolume {found.hypervolume:.4f} (" + ", ".join(f"{n}: {v:.3f}" for n, v in found.volume_at.items()) + ")")
     return "; ".join(parts)
 

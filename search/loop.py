@@ -35,7 +35,7 @@ from mitigate.stage import Stage
 RUN_TRIAL = "mitigate.trial:run_stage"
 CHECKPOINT_FILE = "checkpoint.pt"  # of `mitigate.trial`, whose import would bring torch
 POLL_S = 1.0
-COST_BATCH = 16  # costs are measured once four times as many trials as workers wait for it, and at most so many: each batch drains a machine
+COST_BATCH = 16  # costs are measured once four times as many trials as workers wait for it, or so many: each batch drains a machine
 Prepare = Callable[[], Mapping[str, bytes] | None]
 Stop = Literal["budget", "exhausted", "time", "interrupted", "failures", "workers"]
 
@@ -142,7 +142,6 @@ class _Search:
         self.front: tuple[int, ...] = ()
         self.hypervolume = 0.0
         self.in_flight = 0
-        self.measuring: set[int] = set()  # trials of the batch that has a machine to itself
         self._measure()
 
     def run(self, start: Callable[[Mapping[str, bytes]], Executor], prepare: Prepare) -> SearchOutcome:
@@ -181,10 +180,11 @@ class _Search:
             self._submit_costs(executor, least=1)
 
     def _submit_costs(self, executor: Executor, least: int) -> None:
+        """Divide the trials that wait for their costs among as many quiet machines as there are, at least `least` for each."""
         waiting = self.schedule.without_cost()
-        if len(waiting) >= least and not self.measuring:
-            executor.submit_alone([self._task(proposal, stage) for proposal, stage in waiting])
-            self.measuring = {proposal.number for proposal, _ in waiting}
+        batches = min(executor.room_alone, len(waiting) // least)
+        for i in range(batches):
+            executor.submit_alone([self._task(proposal, stage) for proposal, stage in waiting[i::batches]])
 
     def _task(self, proposal: Proposal, stage: Stage) -> Task:
         self.schedule.submitted(proposal.number, stage)
@@ -232,7 +232,6 @@ class _Search:
 
     def _finish(self, done: Done) -> None:
         self.schedule.ended(done.task.number)
-        self.measuring = self.measuring - {done.task.number}
         row = done.row
         if row.error is not None:
             self.in_a_row.append((done.task.stage.kind, row.error))

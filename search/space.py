@@ -102,6 +102,11 @@ class SearchSpace:
         """Choose every active parameter through `trial`, in the fixed order."""
         return self._choose(lambda key: trial.suggest_categorical(key, list(self.choices[key])))
 
+    def neighbour(self, params: dict[str, Choice], rng: random.Random, *, changes: int) -> dict[str, Choice]:
+        """`params` with at most `changes` parameters chosen anew; one that becomes active thereby is chosen at random."""
+        changed = set(rng.sample(sorted(params), min(changes, len(params))))
+        return self._choose(lambda key: rng.choice(self.choices[key]) if key in changed or key not in params else params[key])
+
     def random(self, rng: random.Random) -> dict[str, Choice]:
         """Uniform choices of the active parameters."""
         return self._choose(lambda key: rng.choice(self.choices[key]))

@@ -43,12 +43,14 @@ from mitigate.rows import Row
 from mitigate.search.space import Check, Choice, SearchSpace, variant_key
 from mitigate.search.workers import objective_values, read_result
 
-FORMAT = 2
+FORMAT = 3
 METRICS = tuple(objective.name.removeprefix("cost.") for objective in pareto.OBJECTIVES)  # as Optuna stores them
 DIRECTIONS: tuple[Literal["minimize", "maximize"], ...] = tuple("maximize" if objective.maximise else "minimize" for objective in pareto.OBJECTIVES)
 HV_REFERENCE = dict(zip(("kv_kept", "throughput_ratio", "mean_accuracy", "a_min"), pareto.REFERENCE, strict=True))
 CHANGEABLE = ("trials", "workers", "max_hours", "max_updates", "trial_timeout_s", "resources")  # how much and how fast, not what a trial is
-RESAMPLES = 50  # proposals of the sampler before chance decides
+RESAMPLES = 4  # proposals of the sampler before neighbours of its last one are tried: each costs a whole model, and late in a search most are repeats
+NEIGHBOURS = 64  # of them; one more parameter is changed after each NEIGHBOURS_EACH
+NEIGHBOURS_EACH = 16
 ENUMERABLE = 5000  # a space with at most so many combinations is listed to find what is left
 DRAWS = 2000  # random draws in a larger one
 HISTORY = 300  # finished trials that the sampler sees besides the front: the latest. TPE's time for a proposal grows with them
@@ -88,6 +90,7 @@ class StudyOwner:
         self._study, self._lock = study, lock
         self.requirements = [requirements.parse(text) for text in config.require]
         self._anchors = anchor_variants(config)
+        self._seen: dict[tuple[int, bool], FrozenTrial] = {}
         self._listed: list[tuple[dict[str, Choice], VariantConfig, str]] | None = None
 
     @classmethod
@@ -270,13 +273,31 @@ class StudyOwner:
         metrics = [i for i in range(len(METRICS)) if i != THROUGHPUT or not self.config.reproducible]
         mirror = optuna.create_study(directions=[DIRECTIONS[i] for i in metrics], sampler=self._sampler(seed))
         if self.config.sampler != "random":
-            mirror.add_trials(_as_known(_recent(trials, known, metrics), known, metrics))
-        for _ in range(RESAMPLES):
-            params = self.space.suggest(mirror.ask())  # a refused one stays RUNNING there, which turns the sampler away from it
-            variant = self._usable(params)
+            mirror.add_trials([self._as_known(trial, trial.number in known, metrics) for trial in _recent(trials, known, metrics)])
+        rng = random.Random(seed)
+        params: dict[str, Choice] = {}
+        for attempt in range(RESAMPLES + NEIGHBOURS):
+            if attempt < RESAMPLES:
+                params = drawn = self.space.suggest(mirror.ask())  # a refused one stays RUNNING there, which turns the sampler away from it
+            else:
+                drawn = self.space.neighbour(params, rng, changes=1 + (attempt - RESAMPLES) // NEIGHBOURS_EACH)
+            variant = self._usable(drawn)
             if variant is not None and variant_key(variant) not in seen:
-                return Draft(variant=variant, params=params)
+                return Draft(variant=variant, params=drawn)
         return None
+
+    def _as_known(self, trial: FrozenTrial, told: bool, metrics: list[int]) -> FrozenTrial:
+        """What samplers read of a trial, in these metrics; one that is not told still runs. Kept: a finished trial does not change."""
+        seen = self._seen.get((trial.number, told))
+        if seen is None:
+            seen = self._seen[trial.number, told] = optuna.trial.create_trial(
+                state=trial.state if told else TrialState.RUNNING,
+                values=[trial.values[i] for i in metrics] if told and trial.state == TrialState.COMPLETE else None,
+                params=trial.params,
+                distributions=trial.distributions,
+                system_attrs=trial.system_attrs if told else None,
+            )
+        return seen
 
     def _usable(self, params: dict[str, Choice]) -> VariantConfig | None:
         """The variant of a set of choices; None where they do not go together, or where its KV bytes, which are exact before it runs, break a requirement."""
@@ -396,31 +417,6 @@ def _recent(trials: list[FrozenTrial], known: set[int], metrics: list[int]) -> l
     best = pareto.non_dominated(np.array([[t.values[i] for i in metrics] for t in complete]), [pareto.MAXIMISE[i] for i in metrics])
     dropped = set(old) - {t.number for t, keep in zip(complete, best, strict=True) if keep}
     return [t for t in trials if t.number not in dropped]
-
-
-def _as_known(trials: list[FrozenTrial], known: set[int], metrics: list[int]) -> list[FrozenTrial]:
-    """The trials as a proposer sees them that knows the results of `known`, in these metrics: the others still run."""
-    whole = len(metrics) == len(METRICS)
-    seen = []
-    for trial in trials:
-        if trial.number not in known:
-            seen.append(_running_copy(trial) if trial.state.is_finished() else trial)
-        elif whole or trial.state != TrialState.COMPLETE:
-            seen.append(trial)
-        else:
-            copy = optuna.trial.create_trial(
-                state=TrialState.COMPLETE,
-                values=[trial.values[i] for i in metrics],
-                params=trial.params,
-                distributions=trial.distributions,
-                system_attrs=trial.system_attrs,
-            )
-            seen.append(copy)
-    return seen
-
-
-def _running_copy(trial: FrozenTrial) -> FrozenTrial:
-    return optuna.trial.create_trial(state=TrialState.RUNNING, params=trial.params, distributions=trial.distributions)
 
 
 def check_anchors(config: SearchConfig, space: SearchSpace) -> None:

@@ -103,10 +103,15 @@ class Executor(Protocol):
         """Stages that may be submitted now."""
         ...
 
+    @property
+    def room_alone(self) -> int:
+        """Batches that may be submitted now for a machine of their own."""
+        ...
+
     def submit(self, task: Task) -> None: ...
 
     def submit_alone(self, tasks: list[Task]) -> None:
-        """Run tasks one after the other on a machine where nothing else of this search runs. One such batch at a time."""
+        """Run tasks one after the other on a machine where nothing else of this search runs."""
         ...
 
     def poll(self, timeout_s: float) -> list[Done]:
@@ -289,6 +294,10 @@ class InlineExecutor:
     def room(self) -> int:
         return 0 if self._tasks else 1
 
+    @property
+    def room_alone(self) -> int:
+        return self.room
+
     def submit(self, task: Task) -> None:
         self._tasks.append(task)
 
@@ -340,7 +349,7 @@ def _environment(resources: ResourcesConfig) -> dict[str, str]:
 @dataclass
 class _Running:
     tasks: list[Task]
-    alone: bool
+    quiet: str | None  # id of the machine that they have to themselves
     submitted: float  # time.monotonic()
     started: float | None = None
     late: bool = False
@@ -385,7 +394,6 @@ class RayExecutor:
             options["memory"] = int(resources.memory_gib * 2**30)
         self._execute = ray.remote(max_calls=1, max_retries=0, **options)(execute_all)
         self._carried = ray.put(dict(carried or {}))  # a machine fetches it once, whatever the number of its trials
-        self._quiet: dict[str, Any] | None = None  # the machine that a batch has to itself
         self._held: list[Task] = []  # to be executed again once a batch has left them a machine
 
     @property
@@ -395,40 +403,58 @@ class RayExecutor:
     @property
     def room(self) -> int:
         """On one machine none while a batch waits for it or has it to itself; the others of a cluster go on."""
-        busy = len(self._held) + sum(not running.alone for running in self._running.values())
-        workers = self.capacity if self._quiet is None else self.capacity - 1
-        return max(0, min(workers, self._places()) - busy)
+        busy = len(self._held) + sum(running.quiet is None for running in self._running.values())
+        return max(0, min(self.capacity - len(self._quiet()), self._places()) - busy)
+
+    @property
+    def room_alone(self) -> int:
+        """A batch for every second of the smallest machines, for each of them once nothing else runs: all costs are measured on one kind of machine."""
+        quiet, machines = self._quiet(), self._smallest()
+        others = len(self._held) + len(self._running) - len(quiet)
+        wanted = max(len(machines) // 2, 1) if others else len(machines)
+        free = sum(node["NodeID"] not in quiet for node in machines)
+        return max(0, min(free, wanted - len(quiet)))
+
+    def _quiet(self) -> list[str]:
+        """Ids of the machines that batches have to themselves, or wait for."""
+        return [running.quiet for running in self._running.values() if running.quiet is not None]
 
     def _places(self) -> int:
         """Trials that fit at once on the machines that no batch has to itself."""
-        quiet = None if self._quiet is None else self._quiet["NodeID"]
-        return sum(self._trials_on(node) for node in self._nodes() if node["NodeID"] != quiet)
+        quiet = self._quiet()
+        return sum(self._trials_on(node) for node in self._nodes() if node["NodeID"] not in quiet)
+
+    def _smallest(self) -> list[dict[str, Any]]:
+        """The machines that fit a trial and have the fewest CPUs, in a fixed order."""
+        fit = [node for node in self._nodes() if self._trials_on(node)]
+        least = min((_cpus(node) for node in fit), default=0.0)
+        return sorted((node for node in fit if _cpus(node) == least), key=lambda node: str(node["NodeID"]))
 
     def submit(self, task: Task) -> None:
         from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
         elsewhere: dict[str, Any] = {}
-        if self._quiet is not None:
-            elsewhere["scheduling_strategy"] = NodeLabelSchedulingStrategy(hard={"ray.io/node-id": NotIn(self._quiet["NodeID"])})
-        self._send([task], alone=False, **elsewhere)
+        if quiet := self._quiet():
+            elsewhere["scheduling_strategy"] = NodeLabelSchedulingStrategy(hard={"ray.io/node-id": NotIn(*quiet)})
+        self._send([task], **elsewhere)
 
     def submit_alone(self, tasks: list[Task]) -> None:
-        """On the smallest machine that fits a trial, all of its CPUs asked for."""
+        """On one of the smallest machines that fit a trial, all of its CPUs asked for. Where batches have all of these, after one of them."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        fit = [node for node in self._nodes() if self._trials_on(node)]
+        fit, quiet = self._smallest(), self._quiet()
         if not fit:
             raise ExecutorError(f"no machine of the Ray cluster has room for a trial any more ({_demand(self._resources)} needed)")
-        self._quiet = min(fit, key=lambda node: (node["Resources"].get("CPU", 0), node["NodeID"]))
-        there = NodeAffinitySchedulingStrategy(self._quiet["NodeID"], soft=False)
+        node = min(fit, key=lambda node: quiet.count(node["NodeID"]))
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         gpus = max(1.0, self._resources.gpus) if self._resources.gpus else 0
-        self._send(tasks, alone=True, num_cpus=self._quiet["Resources"]["CPU"], num_gpus=gpus, scheduling_strategy=there)
+        self._send(tasks, quiet=node["NodeID"], num_cpus=_cpus(node), num_gpus=gpus, scheduling_strategy=there)
 
-    def _send(self, tasks: list[Task], *, alone: bool, **options: Any) -> None:
+    def _send(self, tasks: list[Task], *, quiet: str | None = None, **options: Any) -> None:
         for task in tasks:
             (Path(task.folder) / "started.json").unlink(missing_ok=True)
         ref = self._execute.options(**options).remote([task.plain() for task in tasks], self._carried)
-        self._running[ref] = _Running(tasks, alone, time.monotonic())
+        self._running[ref] = _Running(tasks, quiet, time.monotonic())
 
     def poll(self, timeout_s: float) -> list[Done]:
         while self._held and self._places():
@@ -479,8 +505,6 @@ class RayExecutor:
 
     def _settle(self, ref: Any, running: _Running) -> list[Done]:
         """The tasks of a call that ended with their Rows. Those without are submitted again, or fail."""
-        if running.alone:
-            self._quiet = None
         failure, rows = self._failure(ref, running)
         for task, plain in zip(running.tasks, rows, strict=False):  # where the folder is not shared, this is how a Row gets here
             row = Row.model_validate(plain)
@@ -512,7 +536,7 @@ class RayExecutor:
             if rest:
                 self.submit_alone(rest)
             return [Done(task=first, row=_row_of(first))]
-        if running.alone:
+        if running.quiet is not None:
             self.submit_alone([first, *rest])
         else:
             self._held.append(first)
@@ -540,6 +564,10 @@ class RayExecutor:
         started = [Path(task.folder) / "started.json" for task in running.tasks]
         nodes = [json.loads(path.read_text(encoding="utf-8")).get("node") for path in started if path.exists()]
         return bool(nodes) and nodes[-1] is not None and nodes[-1] not in {node["NodeID"] for node in self._nodes()}
+
+
+def _cpus(node: dict[str, Any]) -> float:
+    return float(node["Resources"].get("CPU", 0))
 
 
 def _row_of(task: Task) -> Row:

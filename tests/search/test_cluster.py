@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -115,8 +116,9 @@ def test_trials_run_everywhere_and_costs_alone(cluster: Any, make_config: Make, 
         return one[1] < other[2] and other[1] < one[2]
 
     assert not [(cost, score) for cost in costs for score in scores if cost[0] == score[0] and overlap(cost, score)]
-    assert not [(one, other) for one in costs for other in costs if one is not other and overlap(one, other)], "one batch at a time"
+    assert not [(one, other) for one in costs for other in costs if one is not other and one[0] == other[0] and overlap(one, other)], "one after the other"
     assert [cost for cost in costs for score in scores if cost[0] != score[0] and overlap(cost, score)], "the other machine goes on"
+    assert len({node for node, _, _ in costs}) == 2, "once nothing else is left, every machine measures"
     assert verify_study(outcome.folder).differences == ()
 
 
@@ -135,6 +137,32 @@ def test_a_driver_that_is_killed_is_followed_by_another(cluster: Any, make_confi
     outcome, text = search(config, tmp_path, "staged_in_seconds", address=cluster.address)
     assert (outcome.stopped, outcome.infeasible, outcome.running) == ("budget", 0, 0), text
     require_same(config, tmp_path, tmp_path / "whole")
+
+
+def test_a_machine_that_is_lost_while_it_measures_hands_its_batch_on(cluster: Any, make_config: Make, tmp_path: Path) -> None:
+    config = make_config(trials=6, space=WIDE, trial={"train": {"updates": 180}})
+    victim = next(iter(cluster.worker_nodes))
+    killed: list[str] = []
+
+    def kill() -> None:
+        deadline = time.monotonic() + 120
+        while not killed and time.monotonic() < deadline:
+            time.sleep(0.02)
+            with contextlib.suppress(FileNotFoundError):  # one that is about to be written anew
+                if any((entry["kind"], entry["node"]) == ("cost", victim.node_id) for entry in started(tmp_path)):
+                    cluster.remove_node(victim, allow_graceful=False)
+                    killed.append(victim.node_id)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        outcome, text = search(config, tmp_path, "staged_noting", address=cluster.address, prepare=lambda: {"bases/base.bin": b"a base"})
+    finally:
+        killer.join()
+        cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    assert len(killed) == 1, "no machine was caught measuring"
+    assert (outcome.stopped, outcome.ok, outcome.infeasible, outcome.running) == ("budget", 6, 0, 0), text
+    assert {entry["attempt"] for entry in started(tmp_path)} == {1}, "a lost machine is no attempt"
 
 
 def test_a_machine_that_is_lost_costs_its_trial_nothing_but_time(cluster: Any, make_config: Make, tmp_path: Path) -> None:

@@ -52,6 +52,18 @@ def test_whatever_a_space_suggests_is_a_valid_canonical_variant(choices: dict[st
     assert ("coverage" in params) <= (params.get("gate") != "uniform")
 
 
+@settings(max_examples=200, deadline=None)
+@given(choices=spaces, seed=st.integers(0, 999), changes=st.integers(0, 12))
+def test_a_neighbour_differs_in_so_many_parameters_at_most(choices: dict[str, Any], seed: int, changes: int) -> None:
+    space, rng = SearchSpace(choices), random.Random(seed)
+    params = space.random(rng)
+    near = space.neighbour(params, rng, changes=changes)
+    assert sum(near[key] != value for key, value in params.items() if key in near) <= changes
+    assert all(value in choices[key] for key, value in near.items())
+    assert list(near) == list(space.suggest(optuna.trial.FixedTrial({**{key: values[0] for key, values in choices.items()}, **near})))
+    assert changes > 0 or near == params
+
+
 @settings(max_examples=100, deadline=None)
 @given(choices=spaces)
 def test_variants_lists_each_once_and_all_that_can_be_suggested(choices: dict[str, Any]) -> None:
