@@ -1,7 +1,7 @@
 """Gated pooling without gathers: windows are views of the token grid, gate logits one batched product per offset.
 
-Where windows overlap, views must be copied together; `logits` and `pool` avoid that: a token's logits are made once per role in which windows read
-it, and a weight per offset and kv head pools through a product with a band matrix.
+Where windows overlap, views must be copied together; logits by role and the sums here avoid that: a token's logits are made once per role in which windows
+read it, and where a weight serves a whole head, `pool` sums rows by a table of who reads whom, `band_sum` through a product with a band matrix.
 
 Shapes: B batch, T rows, N summaries, W window, S stride, C hidden width, F features, G kv heads, D head dim, E gate channels (1 or D),
 X gate outputs (branches x kv heads x gate channels), R = ceil(W/S) roles, Z and U roles of logits and payload (1 or R), g groups of S tokens.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -185,12 +186,7 @@ def pool_forward(z_BTZGE: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid, *, wa
     """`pool` without autograd: summaries; log-sum-exp of the logits [B, N, G, E] where wanted, fp32 or wider; weights, which `pool_backward` takes."""
     if z_BTZGE.shape[2] and z_BTZGE.shape[4] > 1:
         return _vector_forward(z_BTZGE, u_BTUGD, grid, want_lse)
-    s_BNGW = _scalar_logits(z_BTZGE, u_BTUGD, grid)
-    alpha_BNGW = s_BNGW.softmax(dim=-1)
-    # The largest weight is exp(largest logit - lse).
-    lse = (s_BNGW.amax(dim=-1) - alpha_BNGW.amax(dim=-1).log())[..., None] if want_lse else None
-    bands = _bands(alpha_BNGW, grid)
-    return _scalar_sum(bands, u_BTUGD, grid), lse, bands
+    return _scalar_forward(z_BTZGE, u_BTUGD, grid, want_lse)
 
 
 def pool_backward(
@@ -205,30 +201,7 @@ def pool_backward(
     """Gradients of the logits and of the payload, exactly 0 where no window reads. Takes the weights that `pool_forward` gave, or makes them again."""
     if z_BTZGE.shape[2] and z_BTZGE.shape[4] > 1:
         return _vector_backward(dout_BNGD, z_BTZGE, u_BTUGD, out_BNGD, lse_BNGE, grid, weights)
-    bands = _bands(_scalar_logits(z_BTZGE, u_BTUGD, grid).softmax(dim=-1), grid) if weights is None else weights
-    dalphas, du_BTUGD = _scalar_gradients(dout_BNGD, bands, u_BTUGD, grid)
-    if not z_BTZGE.shape[2]:
-        return torch.zeros_like(z_BTZGE), du_BTUGD
-    alphas = _band_entries(bands, dout_BNGD.shape)
-    # What the softmax subtracts: sum_i alpha_i dalpha_i = <dout, out>.
-    mean_BN1G = (dout_BNGD.to(bands.dtype) * out_BNGD).sum(dim=-1)[:, :, None]
-    rows_BTZG, places = _gradient_rows(z_BTZGE[..., 0], grid, out_BNGD.shape[1], bands.dtype)
-    for r, (place, alpha, dalpha) in enumerate(zip(places, alphas, dalphas, strict=True)):
-        alpha, dalpha = (x[:, :, : place.shape[2]] for x in (alpha, dalpha))
-        if r > 0 and z_BTZGE.shape[2] == 1:
-            place += (dalpha - mean_BN1G).mul_(alpha)
-        else:
-            torch.sub(dalpha, mean_BN1G, out=place).mul_(alpha)
-    return rows_BTZG[..., None].to(z_BTZGE.dtype), du_BTUGD
-
-
-def _scalar_logits(z_BTZGE: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """[B, N, G, W] in fp32 or wider; zeros for uniform gates, -inf where no token is."""
-    batch, length, roles, groups = z_BTZGE.shape[:4]
-    wide = torch.promote_types(z_BTZGE.dtype if roles else u_BTUGD.dtype, torch.float32)
-    z_BTZG = z_BTZGE[..., 0].to(wide) if roles else torch.zeros(batch, length, 1, groups, dtype=wide, device=u_BTUGD.device)
-    parts = _by_role(z_BTZG, grid, visibility.num_windows(length, *grid), float("-inf"))
-    return torch.cat([part.mT for part in parts], dim=-1)
+    return _scalar_backward(dout_BNGD, z_BTZGE, u_BTUGD, grid, weights)
 
 
 def _groups(grid: Grid, count: int) -> int:
@@ -274,6 +247,139 @@ def _gradient_rows(like_BTZF: torch.Tensor, grid: Grid, count: int, dtype: torch
     return rows[:, -origin : length - origin], [grouped[:, r : r + count, : window - r * stride, min(r, roles - 1)] for r in range(spans)]
 
 
+# one weight per offset and kv head: tables say which row each offset of a window reads, and who reads each row; offsets first, for the softmax's sake ----
+
+
+def _scalar_forward(z_BTZGE: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    s_WBNG = _scalar_logits(z_BTZGE, u_BTUGD, grid)
+    alpha_WBNG = s_WBNG.softmax(dim=0)
+    # The largest weight is exp(largest logit - lse).
+    lse = (s_WBNG.amax(dim=0) - alpha_WBNG.amax(dim=0).log())[..., None] if want_lse else None
+    _, row_KW = _rows_read(u_BTUGD.shape[:4], grid, u_BTUGD.device)
+    out = _weighted_rows(u_BTUGD.to(alpha_WBNG.dtype), row_KW, alpha_WBNG.flatten(1).mT.contiguous())
+    return out.view(*alpha_WBNG.shape[1:], u_BTUGD.shape[4]).to(u_BTUGD.dtype), lse, alpha_WBNG
+
+
+def _scalar_backward(
+    dout_BNGD: torch.Tensor, z_BTZGE: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid, alpha_WBNG: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not dout_BNGD.shape[1]:
+        return torch.zeros_like(z_BTZGE), torch.zeros_like(u_BTUGD)
+    alpha_WBNG = _scalar_logits(z_BTZGE, u_BTUGD, grid).softmax(dim=0) if alpha_WBNG is None else alpha_WBNG
+    wide = alpha_WBNG.dtype
+    dout_BNGD = dout_BNGD.to(wide)
+    if z_BTZGE.shape[2]:
+        dalpha_WBNG = _weight_gradients(dout_BNGD, u_BTUGD.to(wide), grid)
+        ds_WBNG = torch._softmax_backward_data(dalpha_WBNG, alpha_WBNG, 0, wide)
+        read = _picked(ds_WBNG, _readers(z_BTZGE.shape[:4], grid, u_BTUGD.device)[0])
+        dz = (read if read.shape[1] == 1 else read.sum(dim=1)).view(z_BTZGE.shape).to(z_BTZGE.dtype)
+    else:
+        dz = torch.zeros_like(z_BTZGE)
+    entry, window = _readers(u_BTUGD.shape[:4], grid, u_BTUGD.device)
+    return dz, _weighted_rows(dout_BNGD, window, _picked(alpha_WBNG, entry)).view(u_BTUGD.shape).to(u_BTUGD.dtype)
+
+
+def _scalar_logits(z_BTZGE: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """[W, B, N, G] in fp32 or wider; zeros for uniform gates, -inf where no token is. Over a short last dimension a softmax takes ten times as long."""
+    batch, length, roles, groups = z_BTZGE.shape[:4]
+    wide = torch.promote_types(z_BTZGE.dtype if roles else u_BTUGD.dtype, torch.float32)
+    count = visibility.num_windows(length, *grid)
+    if roles:
+        row_WBNG, _ = _rows_read(z_BTZGE.shape[:4], grid, u_BTUGD.device)
+        s_WBNG = z_BTZGE.flatten().index_select(0, row_WBNG.flatten()).view(row_WBNG.shape).to(wide)
+    else:
+        s_WBNG = torch.zeros(grid[0], batch, count, groups, dtype=wide, device=u_BTUGD.device)
+    exists_NW = exists(window=grid[0], stride=grid[1], first=grid[2], count=count, device=u_BTUGD.device)
+    return s_WBNG if exists_NW is None else s_WBNG.masked_fill(~exists_NW.mT[:, None, :, None], float("-inf"))
+
+
+def _weighted_rows(x: torch.Tensor, row_KI: torch.Tensor, weight_KI: torch.Tensor) -> torch.Tensor:
+    """``sum_i weight[k, i] * x[row[k, i]]``, rows of `x` [..., D] counted through: [K, D]. No other row is read."""
+    begin_K = torch.arange(0, row_KI.numel(), row_KI.shape[1], dtype=row_KI.dtype, device=x.device)
+    return F.embedding_bag(row_KI.flatten(), x.reshape(-1, x.shape[-1]), begin_K, mode="sum", per_sample_weights=weight_KI.flatten())
+
+
+def _picked(x: torch.Tensor, entry_KI: torch.Tensor) -> torch.Tensor:
+    """Elements of `x`, counted through: [K, I]. The one after the last is 0."""
+    return F.pad(x.flatten(), (0, 1)).index_select(0, entry_KI.flatten()).view(entry_KI.shape)
+
+
+def _index_type(most: int) -> torch.dtype:
+    """Of a table whose entries are at most `most`; the narrower, the faster."""
+    return torch.int32 if most < 2**31 else torch.int64
+
+
+@lru_cache(maxsize=8)
+def _rows_read(shape: Sequence[int], grid: Grid, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which row of [B, T, Z, G] each offset of a window reads: [W, B, N, G], and the same window by window, [B*N*G, W].
+
+    An offset before position 0, whose weight is 0, has the row of the window's last one.
+    """
+    (batch, length, roles, groups), (window, stride, origin) = shape, grid
+    with torch.inference_mode(False):  # what is kept must also serve a later backward pass
+        offset_W1 = torch.arange(window, device=device)[:, None]
+        token_WN = origin + stride * torch.arange(visibility.num_windows(length, *grid), device=device) + offset_W1
+        row_WN = token_WN * roles + (offset_W1 // stride).clamp(max=roles - 1)
+        row_WN = torch.where(token_WN < 0, row_WN[-1:], row_WN)
+        row_WBN = torch.arange(batch, device=device)[:, None] * length * roles + row_WN[:, None]
+        row_WBNG = row_WBN[..., None] * groups + torch.arange(groups, device=device)
+        row_WBNG = row_WBNG.to(_index_type(batch * length * roles * groups))
+        return row_WBNG, row_WBNG.flatten(1).mT.contiguous()
+
+
+@lru_cache(maxsize=8)
+def _readers(shape: Sequence[int], grid: Grid, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse: the entries of [W, B, N, G] that read each row of [B, T, Z, G], and their windows of [B, N, G]: [B*T*Z*G, R/Z] each.
+
+    A row that no window reads in a role has the entry after the last one there, and any window.
+    """
+    (batch, length, roles, groups), (window, stride, origin) = shape, grid
+    count, spans = visibility.num_windows(length, *grid), math.ceil(window / stride)
+    with torch.inference_mode(False):  # as above
+        place_T1 = torch.arange(length, device=device)[:, None] - origin
+        role_R = torch.arange(spans, device=device)
+        n_TR, offset_TR = place_T1 // stride - role_R, role_R * stride + place_T1 % stride
+        read_TR = (n_TR >= 0) & (n_TR < count) & (offset_TR < window)
+        n_BTR = torch.arange(batch, device=device)[:, None, None] * count + n_TR.clamp(0, max(count - 1, 0))
+        by_role = (length, roles, 1, spans // roles)
+        window_BTZGR = n_BTR.view(batch, *by_role) * groups + torch.arange(groups, device=device)[:, None]
+        entry_BTZGR = offset_TR.view(by_role) * (batch * count * groups) + window_BTZGR
+        entries = window * batch * count * groups
+        entry_BTZGR = entry_BTZGR.masked_fill(~read_TR.view(by_role), entries)
+        return entry_BTZGR.view(-1, spans // roles).to(_index_type(entries)), window_BTZGR.view(-1, spans // roles).to(_index_type(entries))
+
+
+def _weight_gradients(dout_BNGD: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """``<dout_j, u_{j,i}>``: [W, B, N, G]. Each group of S tokens meets the R windows that read it in one product."""
+    window, stride, _ = grid
+    batch, count, groups, dim = dout_BNGD.shape
+    spans, roles, size = math.ceil(window / stride), u_BTUGD.shape[2], _groups(grid, count)
+    u_XSUGD = _grouped(u_BTUGD, grid, count, 0.0).flatten(0, 1)
+    # X = B*g groups. With R - 1 rows before each sequence, the windows that read group x stand from row x on, the last role first.
+    rows_XGD = dout_BNGD.new_zeros(batch * size + spans - 1, groups, dim)
+    rows_XGD[: batch * size].view(batch, size, groups, dim)[:, spans - 1 :] = dout_BNGD
+    per = spans // roles  # window roles that share a payload
+    parts = []
+    for role in range(roles):
+        last = (role + 1) * per - 1
+        dout_XRGD = rows_XGD[spans - 1 - last :][: batch * size + per - 1].unfold(0, per, 1).movedim(3, 1)
+        found_BgRSG = _products(dout_XRGD, u_XSUGD[:, :, role]).unflatten(0, (batch, size))
+        parts += [found_BgRSG[:, r : r + count, last - r, : window - r * stride].movedim(2, 0) for r in range(role * per, last + 1)]
+    return torch.cat(parts)
+
+
+def _products(x_XRGD: torch.Tensor, y_XSGD: torch.Tensor) -> torch.Tensor:
+    """``<x, y>`` over D, head by head: [X, R, S, G]. Few heads share a product, of which the diagonal is taken: fewer and larger ones are faster."""
+    (many, spans, groups, _), stride = x_XRGD.shape, y_XSGD.shape[1]
+    if groups <= 4:
+        shared = torch.bmm(x_XRGD.flatten(1, 2), y_XSGD.flatten(1, 2).mT, out=x_XRGD.new_empty(many, spans * groups, stride * groups))
+        return shared.view(many, spans, groups, stride, groups).diagonal(dim1=2, dim2=4)
+    apart_GXRS = x_XRGD.new_empty(groups, many, spans, stride)
+    for head, out in enumerate(apart_GXRS):
+        torch.bmm(x_XRGD[:, :, head], y_XSGD[:, :, head].mT, out=out)
+    return apart_GXRS.movedim(0, 3)
+
+
 # one weight per offset and kv head: each group's tokens times their weights in the R windows that read it, one small product per group ----------------
 
 
@@ -304,14 +410,14 @@ class _BandSum(torch.autograd.Function):
         ctx.save_for_backward(alpha_BNGW, u)
         ctx.grid = grid
         with torch.autocast(u.device.type, enabled=False):
-            return _scalar_sum(_bands(alpha_BNGW, grid), u, grid)
+            return _bands_sum(_bands(alpha_BNGW, grid), u, grid)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.autocast(dout.device.type, enabled=False):
             alpha_BNGW, u = ctx.saved_tensors
-            dalphas, du = _scalar_gradients(dout, _bands(alpha_BNGW, ctx.grid), u, ctx.grid)
+            dalphas, du = _bands_gradients(dout, _bands(alpha_BNGW, ctx.grid), u, ctx.grid)
         return torch.cat(dalphas, dim=2)[:, :, : ctx.grid[0]], du, None
 
 
@@ -354,7 +460,7 @@ def _apart(x: torch.Tensor, apart: bool, dim: int) -> torch.Tensor:
     return x.movedim(dim, 1).flatten(0, 1).unsqueeze(dim) if apart else x
 
 
-def _scalar_sum(bands: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> torch.Tensor:
+def _bands_sum(bands: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> torch.Tensor:
     batch, _, roles, groups, _ = u_BTUGD.shape
     count = max(bands.shape[1] - bands.shape[2] + 1, 0)
     apart = bands.shape[3] < groups
@@ -370,7 +476,7 @@ def _scalar_sum(bands: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> torch
     return (out.unflatten(0, (batch, groups)).squeeze(3).transpose(1, 2) if apart else out).to(u_BTUGD.dtype)
 
 
-def _scalar_gradients(dout_BNGD: torch.Tensor, bands: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> tuple[list[torch.Tensor], torch.Tensor]:
+def _bands_gradients(dout_BNGD: torch.Tensor, bands: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Gradients of the weights, of each role [B, N, S, G], and [B, T, U, G, D] of the payload."""
     stride, origin = grid[1:]
     batch, count, groups, dim = dout_BNGD.shape
@@ -475,7 +581,3 @@ def _vector_backward(
             else:
                 torch.sub(payload, out, out=into_z[r][part]).mul_(step)
     return dz_BTZF.view(z_BTZGE.shape).to(z_BTZGE.dtype), du_BTUF.view(u_BTUGD.shape).to(u_BTUGD.dtype)
-
-
-def _put(place_BNSF: torch.Tensor, x_BNSF: torch.Tensor, *, add: bool) -> None:
-    place_BNSF.add_(x_BNSF) if add else place_BNSF.copy_(x_BNSF)

@@ -196,6 +196,50 @@ def test_pool_by_role_equals_the_reference(grid: tuple[int, int, int], channels:
                 torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("groups", [4, 5])
+@pytest.mark.parametrize("grid", [(8, 8, -3), (16, 8, -9), (12, 8, -2), (7, 2, 0)])
+def test_scalar_gates_read_no_other_row(grid: tuple[int, int, int], groups: int) -> None:
+    """Rows that no window reads, by role, are poisoned: nothing shows, their gradient is exactly 0, a second run is equal, and autocast changes nothing.
+
+    Four heads share a product, five have one each.
+    """
+    window, stride, origin = grid
+    roles, length = -(-window // stride), 45
+    count = visibility.num_windows(length, *grid)
+    token = origin + stride * torch.arange(count)[:, None] + torch.arange(window)
+    role = (torch.arange(window) // stride).expand_as(token)
+    read_TR = torch.zeros(length, roles, dtype=torch.bool)
+    read_TR[token[token >= 0], role[token >= 0]] = True
+    generator = torch.Generator().manual_seed(window)
+    for shared in (False, True):
+        read = read_TR.any(1, keepdim=True) if shared else read_TR
+        clean = [torch.randn(2, length, read.shape[1], groups, d, generator=generator) * read[..., None, None] for d in (1, DIM)]
+        poisoned = [x.masked_fill(~read[..., None, None], float("nan")) for x in clean]
+        results = []
+        for leaves in (clean, poisoned, poisoned):
+            leaves = [x.clone().requires_grad_() for x in leaves]
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=len(results) == 2):
+                out = views.pool(*leaves, window=window, stride=stride, origin=origin)
+            results.append([out, *gradients(out, torch.ones_like(out), leaves)])
+        for one, *others in zip(*results, strict=True):
+            assert all(torch.equal(one, other) for other in others)
+        for gradient in results[0][1:]:
+            assert not gradient[:, ~read].any()
+        offsets = [x.expand(-1, -1, window, -1, -1) if shared else x[:, :, role[0]] for x in clean]
+        wanted, _ = reference.pool(*[x.double() for x in offsets], window=window, stride=stride, origin=origin)
+        torch.testing.assert_close(results[0][0].double(), wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scalar_gates_sum_narrow_payloads_in_fp32(dtype: torch.dtype) -> None:
+    z, u = (x.detach().float() for x in by_role((16, 8, -9), 41, 2, 1, 1))
+    narrow, wide = ([x.requires_grad_() for x in (z.clone(), u.to(dtype).to(kind))] for kind in (dtype, torch.float32))
+    found, wanted = (views.pool(*leaves, window=16, stride=8, origin=-9) for leaves in (narrow, wide))
+    assert torch.equal(found, wanted.to(dtype))
+    for one, other in zip(gradients(found, torch.ones_like(found), narrow), gradients(wanted, torch.ones_like(wanted), wide), strict=True):
+        assert torch.equal(one, other.to(one.dtype))
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_a_product_in_place_of_windows_cut_from_any_row(data: st.DataObject) -> None:
