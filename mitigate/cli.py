@@ -491,7 +491,7 @@ def _transition(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{folder} holds no trained trial (row.json or result.json, and model.safetensors)")
     trained = config.from_dict(config.TrialConfig, results.read_row(stored).config)
     variant = trained.variant
-    reach = variant.local_window + variant.window + variant.stride if variant.compress else 0
+    reach = variant.local_window + (variant.window + variant.stride) * variant.coarse_factor if variant.compress else 0
     least_distance = transition_task.least_distance(trained.task)
     furthest = least_distance + 14 + reach if arguments.distance is None else arguments.distance
     bounds = {"distance": (furthest, least_distance), "prompts": (arguments.prompts, 1), "seed": (arguments.seed, 0), "threads": (arguments.threads, 1)}
@@ -508,7 +508,7 @@ def _transition(arguments: argparse.Namespace) -> int:
 
     torch.set_num_threads(arguments.threads)
     distances = range(least_distance, furthest + 1)
-    period = variant.stride if variant.compress else 8
+    period = variant.stride * variant.coarse_factor if variant.compress else 8
     found = score.run_transition(restore(trained, folder), trained.task, period=period, distances=distances, prompts=arguments.prompts, seed=arguments.seed)
     write_atomic(folder / "transition.json", found.model_dump_json(indent=1).encode())
     local = variant.local_window if variant.compress else None

@@ -38,13 +38,14 @@ def _require(holds: bool, field: str, bound: str, got: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class VariantConfig:
-    """One way to compress a KV cache. Strategy names (gate, stagger, bypass, coverage) are resolved by `mitigate.registry`.
+    """One way to compress a KV cache. Strategy names (coarse, stagger, gate, bypass, coverage) are resolved by `mitigate.registry`.
 
     Args:
         compress: False is full attention; every other field must then keep its default.
         window: tokens pooled into one summary (W).
         stride: distance between window starts (S), 1 <= S <= W.
         origin: start of window 0 (o), -W < o <= 0, before any stagger.
+        coarse: which layers are coarse: their window and stride are `coarse_factor` times W and S.
         stagger: how layers shift their grids against each other.
         gate: which pooling weights are learned: "scalar", "vector", "uniform", "scalar-no-bias", "content".
         tie: "none"; "gates" (K and V share one gate); "kv" (one summary serves as key and value and is held once).
@@ -61,6 +62,8 @@ class VariantConfig:
     window: int = 8
     stride: int = 8
     origin: int = 0
+    coarse: str = "none"
+    coarse_factor: int = 1
     stagger: str = "none"
     gate: str = "scalar"
     tie: Literal["none", "gates", "kv"] = "none"
@@ -78,6 +81,9 @@ class VariantConfig:
         _require(self.window >= 1, "VariantConfig.window", "at least 1", self.window)
         _require(1 <= self.stride <= self.window, "VariantConfig.stride", f"between 1 and window ({self.window})", self.stride)
         _require(-self.window < self.origin <= 0, "VariantConfig.origin", f"above -window ({-self.window}) and at most 0", self.origin)
+        _require(self.coarse_factor >= 1, "VariantConfig.coarse_factor", "at least 1", self.coarse_factor)
+        if self.coarse == "none":
+            _require(self.coarse_factor == 1, "VariantConfig.coarse_factor", '1 while coarse is "none"', self.coarse_factor)
         _require(self.local_window >= 1, "VariantConfig.local_window", "at least 1 (the current token)", self.local_window)
         _require(self.coverage_weight >= 0, "VariantConfig.coverage_weight", "at least 0", self.coverage_weight)
         _require(0 <= self.coverage_threshold <= 1, "VariantConfig.coverage_threshold", "between 0 and 1", self.coverage_threshold)
@@ -286,7 +292,8 @@ def _check_filler(owner: str, outer: int, in_sequence: int, score: ScoreConfig) 
 
 def _check_period(variant: VariantConfig, score: ScoreConfig) -> None:
     if variant.compress:
-        _require(score.period % variant.stride == 0, "ScoreConfig.period", f"a multiple of the stride ({variant.stride})", score.period)
+        stride, whose = variant.stride * variant.coarse_factor, "" if variant.coarse == "none" else " of coarse layers"
+        _require(score.period % stride == 0, "ScoreConfig.period", f"a multiple of the stride{whose} ({stride})", score.period)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -482,7 +489,7 @@ class FineTuneConfig:
         _require(self.new_tokens >= 1, "FineTuneConfig.new_tokens", "at least 1", self.new_tokens)
         _require(bool(self.prompt), "FineTuneConfig.prompt", "at least one character", self.prompt)
         _require(self.variant.compress, "FineTuneConfig.variant.compress", "true: there is nothing to train for full attention", self.variant.compress)
-        window, length = self.variant.window, self.train.length
+        window, length = self.variant.window * self.variant.coarse_factor, self.train.length
         _require(length > window, "TuneConfig.length", f"above the window ({window}): nothing shorter is compressed", length)
         plain = self.dtype == "float32" or self.train.what == "compressor"
         _require(plain, "FineTuneConfig.dtype", "float32 while the model's own weights are trained, whose small steps are lost in fewer bits", self.dtype)

@@ -60,7 +60,7 @@ def shape_of(model: Any) -> Shape:
 
 def bytes_per_token(variant: VariantConfig, shape: Shape) -> float:
     """KV bytes per token in the limit of a long context: ``sum_layers (H_kv d_k b_k + H_kv d_v b_v) (1/S + bypass fraction)``."""
-    return 2 * shape.entry * shape.layers * registry.kept_fraction(variant)
+    return 2 * shape.entry * shape.layers * registry.kept_fraction(variant, layers=shape.layers)
 
 
 def bytes_at(variant: VariantConfig, shape: Shape, length: int) -> int:
@@ -68,11 +68,11 @@ def bytes_at(variant: VariantConfig, shape: Shape, length: int) -> int:
     if not variant.compress:
         return 2 * shape.entry * shape.layers * length
     held = registry.held_branches(variant)
-    phases = registry.bypass_phases(variant)
     total = 0
     for grid in registry.grids(variant, layers=shape.layers):
         first = grid.stored_exact_lo(length, variant.local_window)
-        entries = held * grid.num_windows(length) + 2 * (length - first + _bypassed_before(grid, phases, first))
+        bypassed = _bypassed_before(grid, registry.bypass_phases(variant, grid), first)
+        entries = held * grid.num_windows(length) + 2 * (length - first + bypassed)
         total += entries * shape.entry + (length - grid.open_lo(length)) * shape.hidden * shape.element
     return total
 

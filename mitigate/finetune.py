@@ -113,8 +113,9 @@ def load_data(base: Pretrained, config: FineTuneConfig) -> Data:
     found = words.find(base.tokenizer, config.words)
     lengths = [words.training_batch(found, config.words, np.random.default_rng(0), 1, p).tokens.shape[1] for p in config.score.protocols]
     check_length(base.model, max(lengths), "WordsConfig: a prompt")
-    if min(lengths) <= config.variant.window:
-        raise ConfigError(f"WordsConfig: a prompt must have more tokens than a window ({config.variant.window}), got {min(lengths)}; ask for more records")
+    window = config.variant.window * config.variant.coarse_factor
+    if min(lengths) <= window:
+        raise ConfigError(f"WordsConfig: a prompt must have more tokens than a window ({window}), got {min(lengths)}; ask for more records")
     return Data(text=text.load(base.tokenizer, config.text, length=config.train.length), words=found)
 
 

@@ -14,7 +14,7 @@ from mitigate.config import ConfigError, VariantConfig, content_hash, did_you_me
 from mitigate.geometry import Grid, kept_entries_per_token
 
 F = TypeVar("F", bound=Callable[..., Any])
-AXES = ("gate", "tie", "payload", "overlap", "local_window", "stagger", "bypass", "coverage")
+AXES = ("gate", "tie", "payload", "overlap", "local_window", "coarse", "stagger", "bypass", "coverage")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,20 +87,25 @@ def presets() -> list[Preset]:
 
 
 def grids(variant: VariantConfig, *, layers: int) -> list[Grid]:
-    """The window grid of each layer: the variant's origin shifted back by the layer's stagger, and forward again by whole strides where it leaves (-W, 0]."""
-    shift = get("stagger", variant.stagger).function
+    """The window grid of each layer: the variant's origin shifted back by the layer's stagger, and forward again by whole strides where it leaves (-W, 0].
+
+    Coarse layers have `coarse_factor` times the window and the stride.
+    """
+    shift, coarse = get("stagger", variant.stagger).function, get("coarse", variant.coarse).function
     found = []
     for layer in range(layers):
-        back = shift(layer=layer, layers=layers, window=variant.window, stride=variant.stride) - variant.origin
-        strides = max(0, -(-(back - variant.window + 1) // variant.stride))  # whole strides only: a token keeps its phase
-        back -= strides * variant.stride
-        found.append(Grid(window=variant.window, stride=variant.stride, origin=-back))
+        factor = variant.coarse_factor if coarse(layer=layer, layers=layers) else 1
+        window, stride = variant.window * factor, variant.stride * factor
+        back = shift(layer=layer, layers=layers, window=window, stride=stride) - variant.origin
+        strides = max(0, -(-(back - window + 1) // stride))  # whole strides only: a token keeps its phase
+        back -= strides * stride
+        found.append(Grid(window=window, stride=stride, origin=-back))
     return found
 
 
-def bypass_phases(variant: VariantConfig) -> tuple[int, ...]:
-    """Phases (mod S, relative to a layer's grid) whose tokens keep their exact KV."""
-    return tuple(sorted(set(get("bypass", variant.bypass).function(window=variant.window, stride=variant.stride))))
+def bypass_phases(variant: VariantConfig, grid: Grid) -> tuple[int, ...]:
+    """Phases (mod the grid's S, relative to that grid) whose tokens keep their exact KV in a layer."""
+    return tuple(sorted(set(get("bypass", variant.bypass).function(window=grid.window, stride=grid.stride))))
 
 
 def held_branches(variant: VariantConfig) -> int:
@@ -108,20 +113,25 @@ def held_branches(variant: VariantConfig) -> int:
     return int(get("tie", variant.tie).function().held)
 
 
-def kept_fraction(variant: VariantConfig) -> float:
-    """KV bytes in the limit of a long context, as a fraction of full attention's (key and value dims equal)."""
+def kept_fraction(variant: VariantConfig, *, layers: int) -> float:
+    """KV bytes in the limit of a long context, as a fraction of full attention's (key and value dims equal): the mean over layers."""
     if not variant.compress:
         return 1.0
-    exact = kept_entries_per_token(variant.stride, bypass_phases(variant))
-    return float(exact - Fraction(2 - held_branches(variant), 2 * variant.stride))  # a summary held once is half an entry
+    total = Fraction(0)
+    for grid in grids(variant, layers=layers):
+        exact = kept_entries_per_token(grid.stride, bypass_phases(variant, grid))
+        total += exact - Fraction(2 - held_branches(variant), 2 * grid.stride)  # a summary held once is half an entry
+    return float(total / layers)
 
 
 def check(variant: VariantConfig, *, layers: int) -> None:
     """ConfigError for an unknown strategy name or a combination that means nothing."""
     if not variant.compress:
         return
-    for axis in ("gate", "tie", "payload", "stagger", "bypass", "coverage"):
+    for axis in ("gate", "tie", "payload", "coarse", "stagger", "bypass", "coverage"):
         get(axis, getattr(variant, axis))
+    if variant.coarse != "none" and variant.coverage != "none" and variant.coverage_scope != "layer":
+        raise ConfigError(f'VariantConfig.coverage_scope must be "layer" with coarse layers, whose heads have other phases, got {variant.coverage_scope!r}')
     if variant.gate == "uniform" and variant.coverage != "none":
         raise ConfigError(f'VariantConfig.coverage must be "none" with a uniform gate (nothing to regularize), got {variant.coverage!r}')
     if variant.gate == "uniform" and variant.tie == "gates":
@@ -144,6 +154,8 @@ def describe(variant: VariantConfig) -> str:
     parts = [f"w{variant.window}s{variant.stride}"]
     if variant.origin:
         parts.append(f"o{variant.origin}")
+    if variant.coarse != "none":
+        parts.append(f"coarse-{variant.coarse}-x{variant.coarse_factor}")
     if variant.gate != "scalar":
         parts.append(variant.gate)
     if variant.tie != "none":

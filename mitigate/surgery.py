@@ -460,7 +460,6 @@ class Attachment:
     def _attach(self) -> None:
         modules = _attention_modules(self.model)
         registry.check(self.variant, layers=len(modules))
-        phases = registry.bypass_phases(self.variant)
         rotary = _rotary(self.model)
         for module, grid in zip(modules, registry.grids(self.variant, layers=len(modules)), strict=True):
             weight = module.k_proj.weight
@@ -469,6 +468,7 @@ class Attachment:
             compressor = Compressor(self.variant, grid=grid, hidden=weight.shape[1], kv_heads=heads, head_dim=module.head_dim)
             compressor.start_from(weight, module.v_proj.weight)
             self.compressors.append(compressor.to(weight.device))
+            phases = registry.bypass_phases(self.variant, grid)
             self.layers.append(AttachedLayer(module, rotary, compressor, self.variant, phases, self._call))
         AttentionInterface.register(NAME, _attention)
         AttentionMaskInterface.register(NAME, _padding_mask)

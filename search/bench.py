@@ -133,7 +133,7 @@ def simulated_row(task: Task) -> Row:
     """An analytic score: bytes buy accuracy, a wide window flattens the curve, some choices are better than others, training saturates."""
     config = task.config()
     variant = config.variant
-    kept = float(registry.kept_fraction(variant))
+    kept = float(registry.kept_fraction(variant, layers=config.base.layers))
     updates = config.train.updates if task.stage.updates is None else task.stage.updates
     level = 1.0 if not variant.compress else 1 - np.exp(-4.5 * kept**0.6 - 0.8 * _merit(variant))
     learned = 1 - np.exp(-3.5 * updates / config.train.updates)

@@ -7,7 +7,8 @@ or `overlap`, the window in strides as a string fraction ("1", "3/2", "2").
 - `stride` without `window` and `overlap` means windows that do not overlap (W = S).
 - `window` and `overlap` exclude each other. `window` and `stride` may both be searched only where every stride fits every window.
 - A parameter that cannot matter is not suggested: `coverage` with a uniform gate, `coverage_weight` with no coverage, `coverage_threshold` without
-  a hinge. `canonical` also folds settings that mean the same model, and equal hashes of canonical variants are duplicates.
+  a hinge, `coarse_factor` without coarse layers. `canonical` also folds settings that mean the same model; equal hashes of canonical variants are
+  duplicates.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def canonical(variant: VariantConfig) -> VariantConfig:
         changes |= {"coverage": "none", "coverage_weight": 0.0}
     if changes.get("coverage", variant.coverage) != "hinge":
         changes["coverage_threshold"] = DEFAULTS["coverage_threshold"]
-    same = "window_start" if variant.stride == variant.window else "window_end" if variant.stride == 1 else ""
+    if variant.coarse == "none" or variant.coarse_factor == 1:
+        changes |= {"coarse": "none", "coarse_factor": 1}
+    same = "window_start" if variant.stride == variant.window else "window_end" if variant.stride == variant.coarse_factor == 1 else ""
     if variant.rope_position == same:
         changes["rope_position"] = "last_stride"
     return dataclasses.replace(variant, **changes)
@@ -214,7 +217,8 @@ class SearchSpace:
 
 def _active(key: str, params: dict[str, Choice]) -> bool:
     gate, coverage = params.get("gate", DEFAULTS["gate"]), params.get("coverage", DEFAULTS["coverage"])
-    inactive = {"coverage": gate == "uniform", "coverage_weight": coverage == "none", "coverage_threshold": coverage != "hinge"}
+    alike = params.get("coarse", DEFAULTS["coarse"]) == "none"
+    inactive = {"coarse_factor": alike, "coverage": gate == "uniform", "coverage_weight": coverage == "none", "coverage_threshold": coverage != "hinge"}
     return not inactive.get(key, False)
 
 

@@ -342,7 +342,7 @@ class StudyOwner:
             "anchor": draft.anchor,
             "variant": canonical_json(draft.variant),
             "variant_key": variant_key(draft.variant),
-            "kv_kept": float(registry.kept_fraction(draft.variant)),
+            "kv_kept": float(registry.kept_fraction(draft.variant, layers=self.config.trial.base.layers)),
             "seed": self.config.trial.seed,
             "sampler_seed": self._seed(number),
             "known": known,
@@ -383,7 +383,7 @@ def exact_value(wanted: Requirement, variant: VariantConfig, config: SearchConfi
     base = config.trial.base
     full = 2 * base.kv_heads * base.head_dim * 4 * base.layers  # float32
     factor = {"cost.kv_kept": 1.0, "cost.kv_bytes_per_token": float(full)}.get(requirements.planned_column(wanted.column))
-    return None if factor is None else factor * float(registry.kept_fraction(variant))
+    return None if factor is None else factor * float(registry.kept_fraction(variant, layers=base.layers))
 
 
 def check_requirements(config: SearchConfig, space: SearchSpace) -> None:

@@ -152,7 +152,7 @@ def test_bytes_by_hand() -> None:
 def test_bytes_per_token_is_the_slope_of_the_closed_form() -> None:
     shape = cost.Shape(layers=2, kv_heads=2, head_dim=8, hidden=32, element=4)
     for name, variant in VARIANTS.items():
-        period = variant.stride if variant.compress else 1
+        period = variant.stride * variant.coarse_factor if variant.compress else 1
         slope = (cost.bytes_at(variant, shape, 2000 + 7 * period) - cost.bytes_at(variant, shape, 2000)) / (7 * period)
         assert cost.bytes_per_token(variant, shape) == pytest.approx(slope, rel=1e-12), name
 
@@ -169,7 +169,7 @@ def test_measured_cost(qwen3: PreTrainedModel, name: str) -> None:
             assert torch.equal(whole(qwen3, tokens(qwen3, 20)), wanted), "the variant is back on"
     shape = cost.shape_of(qwen3)
     assert measured.kv_bytes_counted == measured.kv_bytes_at_context == cost.bytes_at(variant, shape, 50)
-    assert measured.kv_kept == pytest.approx(registry.kept_fraction(variant))
+    assert measured.kv_kept == pytest.approx(registry.kept_fraction(variant, layers=shape.layers))
     assert measured.kv_constant_bytes == pytest.approx(measured.kv_bytes_counted - 50 * measured.kv_bytes_per_token)
     assert 0 < measured.throughput_ratio.low <= measured.throughput_ratio.value <= measured.throughput_ratio.high
 

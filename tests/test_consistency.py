@@ -57,7 +57,7 @@ def random_pieces(length: int, seed: int) -> list[int]:
 
 
 def period_of(variant: VariantConfig) -> int:
-    return variant.stride if variant.compress else 8
+    return variant.stride * variant.coarse_factor if variant.compress else 8
 
 
 def lengths_of(variant: VariantConfig) -> list[int]:

@@ -126,18 +126,22 @@ def test_grids_by_hand() -> None:
 
 
 @given(
-    window=st.integers(1, 16),
+    width=st.integers(1, 16),
     data=st.data(),
     stagger=st.sampled_from(["none", "half", "spread", "step"]),
+    coarse=st.sampled_from(["none", "even", "odd", "early"]),
     layers=st.integers(1, 6),
 )
-def test_a_staggered_grid_is_the_base_grid_shifted_back(window: int, data: st.DataObject, stagger: str, layers: int) -> None:
-    stride, origin = data.draw(st.integers(1, window)), data.draw(st.integers(1 - window, 0))
-    variant = VariantConfig(window=window, stride=stride, origin=origin, stagger=stagger)
+def test_a_staggered_grid_is_the_base_grid_shifted_back(width: int, data: st.DataObject, stagger: str, coarse: str, layers: int) -> None:
+    pace, origin = data.draw(st.integers(1, width)), data.draw(st.integers(1 - width, 0))
+    factor = 1 if coarse == "none" else data.draw(st.integers(2, 5))
+    variant = VariantConfig(window=width, stride=pace, origin=origin, stagger=stagger, coarse=coarse, coarse_factor=factor)
     shift = registry.get("stagger", stagger).function
     grids = registry.grids(variant, layers=layers)
     assert len(grids) == layers
     for layer, grid in enumerate(grids):
+        is_coarse = registry.get("coarse", coarse).function(layer=layer, layers=layers)
+        window, stride = (factor * width, factor * pace) if is_coarse else (width, pace)
         back = shift(layer=layer, layers=layers, window=window, stride=stride)
         assert 0 <= back < stride
         assert (grid.window, grid.stride) == (window, stride)
@@ -149,7 +153,8 @@ def test_a_staggered_grid_is_the_base_grid_shifted_back(window: int, data: st.Da
 
 def test_bypass_phases_by_hand() -> None:
     def phases(**fields: Any) -> tuple[int, ...]:
-        return registry.bypass_phases(VariantConfig(**fields))
+        variant = VariantConfig(**fields)
+        return registry.bypass_phases(variant, registry.grids(variant, layers=1)[0])
 
     assert phases(bypass="none") == ()
     assert phases(bypass="first") == (0,)
@@ -158,6 +163,21 @@ def test_bypass_phases_by_hand() -> None:
     assert phases(bypass="last", window=12) == (3,)
     assert phases(bypass="both", stride=7) == (0,), "first and last of a window of 8 stand at one phase of 7"
     assert phases(bypass="both", window=1, stride=1) == (0,)
+    assert phases(bypass="both", coarse="even", coarse_factor=4) == (0, 31)
+
+
+def test_coarse_layers_by_hand() -> None:
+    def strides(coarse: str, layers: int) -> list[int]:
+        return [grid.stride for grid in registry.grids(VariantConfig(window=4, stride=2, coarse=coarse, coarse_factor=8), layers=layers)]
+
+    assert strides("even", 5) == [16, 2, 16, 2, 16]
+    assert strides("odd", 5) == [2, 16, 2, 16, 2]
+    assert strides("early", 5) == [16, 16, 2, 2, 2]
+    assert strides("early", 1) == [2]
+    assert registry.describe(VariantConfig(window=4, stride=2, coarse="odd", coarse_factor=8)) == "w4s2 coarse-odd-x8"
+    with pytest.raises(ConfigError, match=r'^VariantConfig.coverage_scope must be "layer" with coarse layers'):
+        variant = VariantConfig(coarse="odd", coarse_factor=2, coverage="entropy", coverage_weight=1.0, coverage_scope="model")
+        registry.check(variant, layers=2)
 
 
 @pytest.mark.parametrize(
@@ -175,18 +195,22 @@ def test_bypass_phases_by_hand() -> None:
         ({"bypass": "both", "stride": 7}, 2 / 7),
         ({"stagger": "half", "local_window": 100}, 1 / 8),
         ({"window": 1, "stride": 1}, 1.0),
+        ({"coarse": "even", "coarse_factor": 4}, (2 / 32 + 1 / 8) / 3),
+        ({"coarse": "odd", "coarse_factor": 4}, (1 / 32 + 2 / 8) / 3),
+        ({"window": 2, "stride": 2, "tie": "kv", "coarse": "odd", "coarse_factor": 16}, (1 / 64 + 2 / 4) / 3),
+        ({"bypass": "last", "coarse": "odd", "coarse_factor": 4}, (2 / 32 + 2 * 2 / 8) / 3),
     ],
 )
 def test_kept_fraction_by_hand(fields: dict[str, Any], kept: float) -> None:
-    assert registry.kept_fraction(VariantConfig(**fields)) == pytest.approx(kept, rel=1e-15)
+    assert registry.kept_fraction(VariantConfig(**fields), layers=3) == pytest.approx(kept, rel=1e-15)
 
 
 def test_kept_fraction_agrees_with_the_entries_of_geometry() -> None:
     for preset in registry.presets():
         variant = preset.variant
         if variant.compress and variant.tie != "kv":
-            entries = kept_entries_per_token(variant.stride, registry.bypass_phases(variant))
-            assert registry.kept_fraction(variant) == pytest.approx(float(entries))
+            entries = [kept_entries_per_token(grid.stride, registry.bypass_phases(variant, grid)) for grid in registry.grids(variant, layers=2)]
+            assert registry.kept_fraction(variant, layers=2) == pytest.approx(float(sum(entries)) / 2)
 
 
 def test_describe_by_hand() -> None:
@@ -205,6 +229,9 @@ def test_descriptions_tell_variants_apart() -> None:
         {"window": 20},
         {"stride": 6},
         {"origin": -2},
+        {"coarse": "even", "coarse_factor": 2},
+        {"coarse": "even", "coarse_factor": 4},
+        {"coarse": "odd", "coarse_factor": 2},
         {"stagger": "half"},
         {"gate": "vector"},
         {"tie": "kv"},
@@ -232,8 +259,8 @@ def test_a_strategy_can_be_added_and_is_used() -> None:
 
     variant = VariantConfig(bypass="third")
     registry.check(variant, layers=2)
-    assert registry.bypass_phases(variant) == (2,)
-    assert registry.kept_fraction(variant) == 2 / 8
+    assert registry.bypass_phases(variant, registry.grids(variant, layers=1)[0]) == (2,)
+    assert registry.kept_fraction(variant, layers=2) == 2 / 8
     assert registry.describe(variant) == "w8s8 bypass-third"
     assert registry.strategies("bypass")[-1].name == "third"
     with pytest.raises(ValueError, match="register: bypass 'third' is taken"):

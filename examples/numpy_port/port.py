@@ -43,11 +43,13 @@ class Layer:
     """One layer's numbers and weights."""
 
     def __init__(self, spec: dict[str, Any], weights: dict[str, Array], tensors: dict[str, Array], index: int) -> None:
+        if spec["schema_version"] != 3:
+            raise SystemExit(f"port.py: compressor.json must have schema_version 3, got {spec['schema_version']}")
         if spec["payload"]["per_offset"] or spec["norm"]["place"] != "pooled":
             raise SystemExit("port.py: a payload map per offset and a norm before pooling are not ported")
         grid, self.base = spec["layers"][index], spec["base"]
         self.W, self.S, self.o, self.bypass = grid["window"], grid["stride"], grid["origin"], grid["bypass_phases"]
-        self.L, self.shift, self.theta = spec["exact"]["local_window"], spec["rope"]["shift"], self.base["rope"]["theta"]
+        self.L, self.shift, self.theta = spec["exact"]["local_window"], grid["key_shift"], self.base["rope"]["theta"]
         self.G, self.D, self.eps, self.scale = self.base["kv_heads"], self.base["head_dim"], self.base["norm_eps"], spec["attention"]["scale"]
         self.tied = spec["payload"]["value"] == "key_summary"
         self.w = {name.removeprefix(f"model.layers.{index}."): x for name, x in weights.items()}

@@ -1,7 +1,7 @@
 """Golden vectors: inputs, and what a right port computes from them, level by level, in fp64.
 
 - L0: summaries of every layer from random hidden states: gate logits and weights, pooled and finished keys and values.
-- L1: visibility matrices for every origin, exact to the bit.
+- L1: visibility matrices for every grid, exact to the bit.
 - L2: logits of the bundle's own model: in one call, in chunks, token by token, and at every phase shift.
 - anti: logits under shuffled gates, which a port must match when given those weights; and logits that no port may give.
 
@@ -61,14 +61,14 @@ def _summaries(spec: dict[str, Any]) -> list[Case]:
 
 
 def _visibilities(spec: dict[str, Any]) -> list[Case]:
-    seen: set[int] = set()
+    seen: set[tuple[int, int, int]] = set()
     found: list[Case] = []
     local = spec["exact"]["local_window"]
     for layer, grid in enumerate(spec["layers"]):
         window, stride, origin = grid["window"], grid["stride"], grid["origin"]
-        if origin in seen:
+        if (window, stride, origin) in seen:
             continue
-        seen.add(origin)
+        seen.add((window, stride, origin))
         # The last length is past the local window: shorter ones show nothing of what happens to exact tokens outside it.
         lengths = {stride - 1, stride, stride + 1, window - 1, window, window + 1, 2 * window, local + window + stride + 1}
         for length in sorted(length for length in lengths if length > 0):
@@ -77,40 +77,55 @@ def _visibilities(spec: dict[str, Any]) -> list[Case]:
 
 
 def _logits(spec: dict[str, Any]) -> list[Case]:
-    window, stride = spec["layers"][0]["window"], spec["layers"][0]["stride"]
     length, most = logits_length(spec), spec["period"] - 1
 
     def logits(name: str, chunks: list[int], **more: Any) -> Case:
         return _case("L2", name, "logits", ["logits"], input="L2.tokens", skip=most, chunks=chunks, last=length) | more
 
     found = [logits("oneshot", [length])]
-    for size in sorted({1, max(stride - 1, 1), stride, stride + 1, _prime_above(stride + 1), window}):
+    for size in sorted({size for grid in spec["layers"] for size in _chunk_sizes(grid["window"], grid["stride"])}):
         sizes = [size] * (length // size) + [length % size] * (length % size > 0)
         found.append(logits(f"chunks{size}", sizes, expected={"logits": ONESHOT}))
-    steps = min(2 * stride + 3, length - 1)
+    steps = min(2 * _widest(spec)[1] + 3, length - 1)
     found.append(logits("decode", [length - steps] + [1] * steps, expected={"logits": ONESHOT}))
-    for shift in _phases(spec["period"]):
+    for shift in _phases(spec["period"], min(grid["stride"] for grid in spec["layers"])):
         found.append(logits(f"phase{shift}", [length + shift], skip=most - shift, last=1))
     return found
 
 
+def _chunk_sizes(window: int, stride: int) -> set[int]:
+    return {1, max(stride - 1, 1), stride, stride + 1, _prime_above(stride + 1), window}
+
+
 def _shuffled(spec: dict[str, Any]) -> list[Case]:
-    if spec["gate"]["kind"] == "uniform" or spec["layers"][0]["window"] == 1:
+    if not _weighs(spec):
         return []
     length, most = logits_length(spec), spec["period"] - 1
     return [_case("anti", "shuffled", "logits", ["logits"], input="L2.tokens", skip=most, chunks=[length], last=length) | {"weights": SHUFFLED}]
 
 
+def _weighs(spec: dict[str, Any]) -> bool:
+    """Whether the order of a window's tokens matters in some layer: gates are learned, and a window has more than one token."""
+    return spec["gate"]["kind"] != "uniform" and _widest(spec)[0] > 1
+
+
+def _widest(spec: dict[str, Any]) -> tuple[int, int]:
+    """The largest window and the largest stride of any layer: what lasts long enough for them does for every layer."""
+    return max(grid["window"] for grid in spec["layers"]), max(grid["stride"] for grid in spec["layers"])
+
+
 def logits_length(spec: dict[str, Any]) -> int:
-    """Tokens of an L2 case: well past the local window, several windows, no multiple of the stride."""
-    window, stride, local = spec["layers"][0]["window"], spec["layers"][0]["stride"], spec["exact"]["local_window"]
-    return int(local + 2 * window + 2 * stride + 3)
+    """Tokens of an L2 case: well past the local window, several windows of every layer."""
+    window, stride = _widest(spec)
+    return int(spec["exact"]["local_window"] + 2 * window + 2 * stride + 3)
 
 
-def _phases(period: int) -> list[int]:
+def _phases(period: int, stride: int) -> list[int]:
+    """Shifts to run: all where they are few, else a sample with every phase of the smallest stride, as far as those are few."""
     if period <= ALL_PHASES_UP_TO:
         return list(range(period))
-    return sorted({1, period - 1, *range(0, period, -(-period // ALL_PHASES_UP_TO))})
+    fine = range(stride) if stride <= ALL_PHASES_UP_TO else ()
+    return sorted({*fine, 1, period - 1, *range(0, period, -(-period // ALL_PHASES_UP_TO))})
 
 
 def _prime_above(number: int) -> int:
@@ -123,7 +138,7 @@ def _prime_above(number: int) -> int:
 def inputs(spec: dict[str, Any]) -> Tensors:
     """Random hidden states [T, C] in fp64 for L0 and token ids for L2; the first token of L2 is the one that prompts begin with."""
     generator = torch.Generator().manual_seed(SEED)
-    window, stride = spec["layers"][0]["window"], spec["layers"][0]["stride"]
+    window, stride = _widest(spec)
     hidden = torch.randn(3 * window + 2 * stride + 1, spec["base"]["hidden"], generator=generator, dtype=torch.float64)
     tokens = torch.randint(spec["base"]["vocabulary"], (spec["period"] - 1 + logits_length(spec),), generator=generator)
     return {"L0.hidden": hidden, "L2.tokens": tokens}
@@ -281,7 +296,7 @@ def wrong_answers(spec: dict[str, Any], model: Tensors, tensors: Tensors, given:
     (case,) = (case for case in cases(spec) if case["case"] == "oneshot")
     found = {}
     for name, (kind, _) in WRONG.items():
-        if name == "payload_reversed" and (spec["gate"]["kind"] == "uniform" or spec["layers"][0]["window"] == 1):
+        if name == "payload_reversed" and not _weighs(spec):
             continue
         built = reference.Model(spec, wide, {key: x.double() for key, x in tensors.items()})
         norm = spec["norm"]["tensor"]

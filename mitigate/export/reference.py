@@ -46,7 +46,7 @@ class Compressor:
     def __init__(self, spec: dict[str, Any], layer: int, tensors: Tensors, norm: torch.Tensor) -> None:
         grid, base = spec["layers"][layer], spec["base"]
         self.window, self.stride, self.origin, self.bypass = grid["window"], grid["stride"], grid["origin"], grid["bypass_phases"]
-        self.local, self.shift = spec["exact"]["local_window"], spec["rope"]["shift"]
+        self.local, self.shift = spec["exact"]["local_window"], grid["key_shift"]
         self.theta, self.eps, self.groups, self.dim = base["rope"]["theta"], base["norm_eps"], base["kv_heads"], base["head_dim"]
         self.norm, self.norm_tokens, self.tied = norm, spec["norm"]["place"] == "tokens", spec["payload"]["value"] == "key_summary"
         self.tensors = {name.removeprefix(f"layers.{layer}."): x for name, x in tensors.items() if name.startswith(f"layers.{layer}.")}

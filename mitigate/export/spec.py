@@ -24,15 +24,15 @@ the compressor's own are in `compressor.safetensors`. Positions t count tokens f
 
 
 def _windows(spec: dict[str, Any]) -> str:
-    first = spec["layers"][0]
-    shared = first["window"] - first["stride"]
+    shared = _by_layer("W − S", [grid["window"] - grid["stride"] for grid in spec["layers"]])
     rows = "\n".join(
         f"| {i} | {grid['window']} | {grid['stride']} | {grid['origin']} | {grid['origin'] + grid['window'] - 1} | {_phases(grid)} |"
         for i, grid in enumerate(spec["layers"])
     )
     return f"""## 1. Windows
 
-1.1 Window j of a layer covers the W tokens o + j S + i, i = 0 … W−1. Tokens before 0 do not exist; a window that begins there is short.
+1.1 Window j of a layer covers the W tokens o + j S + i, i = 0 … W−1; W, S and o are the layer's own.
+Tokens before 0 do not exist; a window that begins there is short.
 
 | layer | W | S | o | first window ends at | phases (t − o) mod S that stay exact for good |
 |---|---|---|---|---|---|
@@ -40,7 +40,16 @@ def _windows(spec: dict[str, Any]) -> str:
 
 1.2 Summaries that exist once `length` tokens were seen: n = max(0, floor((length − o − W) / S) + 1); floor rounds down, also below zero.
 
-1.3 Neighbouring windows share W − S = {shared} tokens. Between calls keep the hidden states of open windows: from token max(0, o + n S) on."""
+1.3 Neighbouring windows share {shared} tokens. Between calls keep the hidden states of open windows: from token max(0, o + n S) on."""
+
+
+def _by_layer(term: str, values: list[int]) -> str:
+    """'W − S = 4' where all layers agree, else 'W − S (4 in layers 0, 2; 8 in layer 1)'."""
+    where = {value: [str(i) for i, other in enumerate(values) if other == value] for value in values}
+    if len(where) == 1:
+        return f"{term} = {values[0]}"
+    parts = [f"{value} in layer{'s' if len(layers) > 1 else ''} {', '.join(layers)}" for value, layers in where.items()]
+    return f"{term} ({'; '.join(parts)})"
 
 
 def _phases(grid: dict[str, Any]) -> str:
@@ -48,7 +57,7 @@ def _phases(grid: dict[str, Any]) -> str:
 
 
 def _gate(spec: dict[str, Any]) -> str:
-    gate, base, window = spec["gate"], spec["base"], spec["layers"][0]["window"]
+    gate, base, windows = spec["gate"], spec["base"], {grid["window"] for grid in spec["layers"]}
     if gate["kind"] == "uniform":
         return """## 2. Gate
 
@@ -57,6 +66,8 @@ def _gate(spec: dict[str, Any]) -> str:
     bias = "b_i is row i of `gate.bias`" if gate["bias"] else "there is no bias"
     channel = f"each of the {base['head_dim']} channels of a KV head has a gate of its own" if gate["granularity"] == "channel" else "one weight per KV head"
     columns = base["kv_heads"] * (base["head_dim"] if gate["granularity"] == "channel" else 1)
+    rows = str(max(windows)) if len(windows) == 1 else "W"
+    own = ", W being the layer's own" if gate["per_offset"] and len(windows) > 1 else ""
     shared = (
         "Keys and values share the gate `layers.{i}.k.gate.*`." if gate["shared_by_key_and_value"] else "Keys use `layers.{i}.k.gate.*`, values `…v.gate.*`."
     )
@@ -64,7 +75,7 @@ def _gate(spec: dict[str, Any]) -> str:
 
 2.1 s[j, i] = h[o + j S + i] · Z_i + b_i, where h are {gate["input"]}; {weight}, {bias}.
 
-2.2 `gate.weight` is [{window if gate["per_offset"] else 1}, {base["hidden"]}, {columns}], columns in the order (KV head, gate channel): {channel}.
+2.2 `gate.weight` is [{rows if gate["per_offset"] else 1}, {base["hidden"]}, {columns}]{own}, columns in the order (KV head, gate channel): {channel}.
 
 2.3 α[j, ·] = softmax of s[j, ·] over the offsets that exist, in fp32 or wider, temperature 1. Offsets of tokens before 0 get −∞, not 0.
 
@@ -96,18 +107,24 @@ def _finish(spec: dict[str, Any]) -> str:
         else "The pooled value is the summary's value as it is: no norm, no rotation."
     )
     where = "the pooled key" if norm["place"] == "pooled" else "each token's key before it is pooled, and never the pooled key"
-    first = spec["layers"][0]
-    position, second = (max(0, first["origin"] + j * first["stride"] + rope["shift"]) for j in (0, 1))
+    shapes = [(grid["window"], grid["stride"]) for grid in spec["layers"]]
+    examples = "; ".join(_positions(i, grid) for i, grid in enumerate(spec["layers"]) if shapes.index(shapes[i]) == i)
     angle = f"position × {base['rope']['theta']:g}^(−2d/{base['head_dim']})"
     return f"""## 4. Norm, RoPE, value
 
 4.1 The model's own key norm acts on {where}: x ↦ w ⊙ x / sqrt(mean(x²) + {norm["eps"]:g}) over the D dims of a head, w = `{norm["tensor"]}`.
 
-4.2 The key is then rotated to position {rope["position"]}: token {position} for layer 0's first summary, {second} for its second.
+4.2 The key is then rotated to position {rope["position"]}: {examples}.
+The last term, by the layer's own W and S, is the layer's `key_shift` in `compressor.json`.
 
 4.3 RoPE, half style: dims d and d + {base["head_dim"] // 2} turn together by {angle}; all dims, no scaling.
 
 4.4 {value}"""
+
+
+def _positions(layer: int, grid: dict[str, Any]) -> str:
+    first, second = (max(0, grid["origin"] + j * grid["stride"] + grid["key_shift"]) for j in (0, 1))
+    return f"token {first} for layer {layer}'s first summary, {second} for its second"
 
 
 def _visibility(spec: dict[str, Any]) -> str:

@@ -76,6 +76,33 @@ class _WrongPosition(reference.Compressor):
         self.shift -= 1
 
 
+class _FirstShift(reference.Compressor):
+    """Takes every layer's keys to be rotated as far from a window's start as layer 0's."""
+
+    def __init__(self, spec: Any, *args: Any) -> None:
+        super().__init__(spec, *args)
+        self.shift = spec["layers"][0]["key_shift"]
+
+
+class _FirstStride(reference.Compressor):
+    """Takes every layer to have the stride of layer 0."""
+
+    def __init__(self, spec: Any, *args: Any) -> None:
+        super().__init__(spec, *args)
+        self.stride = spec["layers"][0]["stride"]
+
+
+class _FirstLayersVisibility(reference.Compressor):
+    """Keeps as few exact tokens in every layer as the shortest windows allow."""
+
+    def __init__(self, spec: Any, layer: int, *args: Any) -> None:
+        super().__init__(spec, layer, *args)
+        self.first = reference.Compressor(spec, 0, *args) if layer else self
+
+    def exact_from(self, t: torch.Tensor) -> torch.Tensor:
+        return super().exact_from(t) if self.first is self else self.first.exact_from(t)
+
+
 class _NormFirst(reference.Compressor):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -107,6 +134,20 @@ class _OnlyExact(reference.Compressor):
     ],
 )
 def test_a_mistake_is_found_at_its_level(mistake: Any, said: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "Compressor", mistake)
+    assert said in failure(folder, run(folder, tmp_path / "wrong"))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (_FirstShift, "L0, case layer1, tensor key: "),
+        (_FirstStride, "L0, case layer1, tensor key_gate_logits: the shape must be "),
+        (_FirstLayersVisibility, "L1, case layer1_T"),
+    ],
+)
+def test_one_layers_numbers_for_all_are_found(mistake: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = presets.exported(presets.VARIANTS["coarse-overlap"], tmp_path / "bundle")
     monkeypatch.setattr(reference, "Compressor", mistake)
     assert said in failure(folder, run(folder, tmp_path / "wrong"))
 

@@ -81,7 +81,7 @@ def test_the_bundle_states_its_config_and_row(exported: Path) -> None:
     row = Row.from_json((exported / "row.json").read_text())
     assert from_dict(TrialConfig, stated["trial"]) == from_dict(TrialConfig, row.config)
     assert stated["variant"] == row.config["variant"]
-    assert stated["layers"] == [{"window": 4, "stride": 4, "origin": 0, "bypass_phases": []}] * 2
+    assert stated["layers"] == [{"window": 4, "stride": 4, "origin": 0, "bypass_phases": [], "key_shift": 0}] * 2
     assert stated["base"]["trained_from_sha256"] == row.base_sha256
     assert stated["cost"]["kv_bytes_per_token"] == row.cost.kv_bytes_per_token  # type: ignore[union-attr]
     tensors = load_file(exported / "compressor.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from mitigate.config import VariantConfig
 
 PORT = Path(__file__).resolve().parents[2] / "examples" / "numpy_port" / "port.py"
 NAMES = ["w8s8-stagger-content", "w16s8", "w8s6", "deepseek-csa", "w8s8-bypass-both", "w8s8-uniform", "w8s8-tied-gates", "w8s8-tail", "last-stride", "two"]
+NAMES += presets.COARSE
 
 ALONE = """
 import runpy, sys
@@ -41,7 +43,7 @@ def port() -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_port_passes_every_level(name: str, port: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = presets.exported(tiny_models.COMPRESSED[name], tmp_path / "bundle")
+    folder = presets.exported(presets.VARIANTS[name], tmp_path / "bundle")
     port.main(folder, tmp_path / "out")
     assert cli.main(["verify", str(folder), "--against", str(tmp_path / "out")]) == 0, capsys.readouterr().err
     assert "L0 to " in capsys.readouterr().out
@@ -72,6 +74,10 @@ def test_a_mistake_in_the_stream_alone_is_found_in_chunks(
 def test_what_is_not_ported_is_said(port: Any, tmp_path: Path) -> None:
     folder = presets.exported(tiny_models.COMPRESSED["w8s8-per-offset"], tmp_path / "bundle")
     with pytest.raises(SystemExit, match="a payload map per offset"):
+        port.main(folder, tmp_path / "out")
+    path = folder / "compressor.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 2}))
+    with pytest.raises(SystemExit, match="must have schema_version 3, got 2"):
         port.main(folder, tmp_path / "out")
 
 

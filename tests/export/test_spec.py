@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import presets
 import pytest
-import tiny_models
 
 from mitigate.config import TrialConfig, from_dict
 from mitigate.export import describe, spec
@@ -12,7 +11,7 @@ from mitigate.export import describe, spec
 
 def text(name: str) -> str:
     """The SPEC of a variant."""
-    row, attached = presets.made(tiny_models.COMPRESSED[name])
+    row, attached = presets.made(presets.VARIANTS[name])
     return spec.render(describe.describe(from_dict(TrialConfig, row.config), row, attached, weights_sha256="0" * 64))
 
 
@@ -33,6 +32,13 @@ def text(name: str) -> str:
         ("w8s8-stagger", "| 1 | 8 | 8 | -4 | 3 | none |"),
         ("rope-end", "max(0, origin + j * stride + window - 1): token 0 for layer 0's first summary, 4 for its second"),
         ("w12s8", "Neighbouring windows share W − S = 4 tokens"),
+        ("w12s8", "`gate.weight` is [12, 24, 2], columns"),
+        ("w12s8", "at most 11 x 24 hidden states"),
+        ("coarse-overlap", "| 0 | 6 | 4 | -3 | 2 | 1 |\n| 1 | 12 | 8 | -3 | 8 | 3 |"),
+        ("coarse-overlap", "Neighbouring windows share W − S (2 in layer 0; 4 in layer 1) tokens"),
+        ("coarse-overlap", "`gate.weight` is [W, 24, 2], W being the layer's own, columns"),
+        ("coarse-overlap", "token 2 for layer 0's first summary, 6 for its second; token 8 for layer 1's first summary, 16 for its second"),
+        ("coarse-overlap", "at most the layer's window - 1 (5 to 11) x 24 hidden states"),
     ],
 )
 def test_the_spec_says_what_this_variant_does(name: str, said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -122,11 +123,23 @@ def test_a_shuffled_gate_is_found(folder: Path) -> None:
     assert "L0, case layer0, tensor key_gate_logits" in complaint(folder)
 
 
-@pytest.mark.parametrize(("field", "value"), [("window", 9), ("window", 7), ("stride", 7), ("origin", -1)])
+@pytest.mark.parametrize(("field", "value"), [("window", 9), ("window", 7), ("stride", 7), ("origin", -1), ("key_shift", 1)])
 def test_a_grid_off_by_one_is_named(field: str, value: int, folder: Path) -> None:
     before = json.loads((folder / "compressor.json").read_text())["layers"][0][field]
     edit_json(folder / "compressor.json", lambda data: data["layers"][0].update({field: value}))
     assert f"compressor.json: layers[0].{field} is {value}, must be {before} by the trial's config" in complaint(folder)
+
+
+def test_a_coarse_layers_key_shift_is_its_own(tmp_path: Path) -> None:
+    variant = presets.VARIANTS["coarse-overlap"]
+    right = presets.exported(variant, tmp_path / "right")
+    changed = Path(shutil.copytree(right, tmp_path / "changed"))
+    edit_json(changed / "compressor.json", lambda data: data["layers"][1].update(key_shift=data["layers"][0]["key_shift"]))
+    assert "compressor.json: layers[1].key_shift is 5, must be 11 by the trial's config" in complaint(changed)
+    wrong = presets.exported(dataclasses.replace(variant, rope_position="last_stride"), tmp_path / "wrong")  # and so wherever it is written
+    for name in ("L0", "L1", "L2", "anti", "inputs"):
+        shutil.copyfile(right / "golden" / f"{name}.safetensors", wrong / "golden" / f"{name}.safetensors")
+    assert "our own code: L0, case layer0, tensor key: " in complaint(wrong)
 
 
 @pytest.mark.parametrize("field", ["window", "origin"])

@@ -13,14 +13,13 @@ from typing import Any
 
 import presets
 import pytest
-import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4Config
 
 from mitigate import cli, cost, registry
 from mitigate.config import BaseConfig, VariantConfig
-from mitigate.export import bundle, targets
+from mitigate.export import bundle, describe, targets
 from mitigate.export.targets import transformers as remote
 from mitigate.geometry import Grid
 
@@ -64,10 +63,10 @@ def run_alone(folders: list[Path], cache: Path) -> None:
 
 
 def test_transformers_loads_and_generates_the_same_tokens(tmp_path: Path) -> None:
-    names = ["w8s8", "everything", "per-offset-tied"]
+    names = ["w8s8", "everything", "per-offset-tied", "w2s2-tied-coarse", "coarse-overlap"]
     expected, folders = {}, []
     for name in names:
-        row, attached = presets.made(tiny_models.COMPRESSED[name])
+        row, attached = presets.made(presets.VARIANTS[name])
         ids = torch.randint(16, (2, 41), generator=torch.Generator().manual_seed(1))
         with torch.inference_mode():
             expected[name] = attached.model(input_ids=ids, use_cache=False).logits, attached.model.generate(ids, max_new_tokens=24, do_sample=False)
@@ -143,6 +142,9 @@ def test_another_stride_is_written_for_transformers_alone(tmp_path: Path) -> Non
         ({"bypass": "last"}, "VariantConfig.bypass=last"),
         ({"tie": "none"}, "VariantConfig.tie=none"),
         ({"stagger": "half"}, "VariantConfig.stagger=half"),
+        ({"coarse": "odd", "coarse_factor": 2}, "layer 1: W=16 S=8 o=-4 (must be W=S o=0 or W=2S o=-S); VariantConfig.coarse=odd (must be none). Use the"),
+        ({"window": 8, "stride": 8, "origin": 0, "coarse": "odd", "coarse_factor": 2}, "deepseek_v4: VariantConfig.coarse=odd (must be none). Use the"),
+        ({"coarse": "odd", "coarse_factor": 2, "stagger": "half"}, "VariantConfig.coarse=odd (must be none); VariantConfig.stagger=half (must be none)"),
         ({"payload": "per_offset"}, "VariantConfig.payload=per_offset"),
         ({"key_norm": "tokens"}, "VariantConfig.key_norm=tokens"),
         ({"rope_position": "window_end"}, "VariantConfig.rope_position=window_end"),
@@ -166,8 +168,11 @@ def test_more_than_one_kv_head_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------- vLLM
 
 
-def test_the_vllm_skeleton_knows_its_bytes_and_says_what_it_is(tmp_path: Path) -> None:
-    variant = VariantConfig(window=12, stride=8, origin=-3, stagger="half", bypass="last", local_window=5)
+STAGGERED = VariantConfig(window=12, stride=8, origin=-3, stagger="half", bypass="last", local_window=5)
+
+
+@pytest.mark.parametrize("variant", [STAGGERED, presets.VARIANTS["coarse-overlap"]], ids=["staggered", "coarse"])
+def test_the_vllm_skeleton_knows_its_bytes_and_says_what_it_is(variant: VariantConfig, tmp_path: Path) -> None:
     study = presets.study(tmp_path / "study", [variant])
     assert cli.main(["export", str(study), "--trial", "0", "--target", "vllm", "--to", str(tmp_path / "plugin")]) == 0
     folder = tmp_path / "plugin"
@@ -180,7 +185,8 @@ def test_the_vllm_skeleton_knows_its_bytes_and_says_what_it_is(tmp_path: Path) -
     for length in (1, 7, 8, 23, 64, 101):
         assert sum(layer.sequence_bytes(length) for layer in found.LAYERS) == cost.bytes_at(variant, shape, length)
     assert sum(layer.bytes_per_token for layer in found.LAYERS) == pytest.approx(cost.bytes_per_token(variant, shape))
-    assert found.LAYERS[0].page_size_bytes(16) == 16 * found.LAYERS[0].bytes_per_token
+    assert all(layer.page_size_bytes(16) == 16 * layer.bytes_per_token for layer in found.LAYERS)
+    assert [layer.key_shift for layer in found.LAYERS] == [describe.key_shift(variant, grid) for grid in grids]
     for path in folder.rglob("*.py"):
         compile(path.read_text(), str(path), "exec")
 

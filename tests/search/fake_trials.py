@@ -21,7 +21,7 @@ def fake_registry() -> types.ModuleType:
     """A stand-in for `mitigate.registry` that imports no torch."""
     module = types.ModuleType("mitigate.registry")
     module.describe = lambda variant: f"w{variant.window}s{variant.stride} {variant.gate}"
-    module.kept_fraction = lambda variant: 1.0 / variant.stride if variant.compress else 1.0
+    module.kept_fraction = lambda variant, layers: 1.0 / variant.stride if variant.compress else 1.0
 
     def check(variant: VariantConfig, *, layers: int) -> None:
         if variant.gate not in ("scalar", "vector", "uniform"):

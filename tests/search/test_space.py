@@ -23,6 +23,8 @@ CHOICES: dict[str, st.SearchStrategy[Any]] = {
     "tie": st.sampled_from(["none", "gates", "kv"]),
     "payload": st.sampled_from(["shared", "per_offset"]),
     "local_window": st.sampled_from([1, 4, 16]),
+    "coarse": st.sampled_from(["none", "even"]),
+    "coarse_factor": st.sampled_from([2, 4]),
     "coverage": st.sampled_from(["none", "entropy", "hinge"]),
     "coverage_weight": st.sampled_from([0.0, 0.1, 1.0]),
     "coverage_threshold": st.sampled_from([0.1, 0.25, 0.5]),
@@ -102,6 +104,7 @@ def test_fingerprint_depends_on_choices_and_their_order_not_on_the_order_of_para
         (dict(coverage="entropy", coverage_weight=0.0), {}),
         (dict(coverage="entropy", coverage_weight=0.1, coverage_threshold=0.5), dict(coverage="entropy", coverage_weight=0.1)),
         (dict(coverage_threshold=0.5), {}),
+        (dict(coarse="odd"), {}),
         (dict(gate="uniform", tie="gates"), dict(gate="uniform")),
         (dict(gate="uniform", coverage="hinge", coverage_weight=1.0), dict(gate="uniform")),
         (dict(rope_position="window_start"), {}),
@@ -123,6 +126,8 @@ def test_settings_of_one_model_have_one_key(one: dict[str, Any], other: dict[str
         dict(rope_position="window_end"),
         dict(stride=4, rope_position="window_start"),
         dict(local_window=1),
+        dict(coarse="odd", coarse_factor=2),
+        dict(coarse="odd", coarse_factor=2, stride=1, rope_position="window_end"),
     ],
 )
 def test_different_models_have_different_keys(changes: dict[str, Any]) -> None:

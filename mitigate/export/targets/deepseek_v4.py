@@ -56,11 +56,13 @@ def express(config: TrialConfig, attached: Attachment) -> tuple[dict[str, dict[s
     wrong += _bad_fields(config, grids, shape, positions=not wrong)
     if wrong:
         raise ConfigError(f"cannot be written as deepseek_v4: {'; '.join(wrong)}. Use the bundle's reference.py")
+    # From here on all layers have one grid: what differs was refused.
     ratios = [RATIOS.get((grid.window, grid.stride, grid.origin)) for grid in grids]
     fields: dict[str, dict[str, Any]] = {"transformers": _transformers(config, grids, shape)}
     refused: dict[str, str] = {}
     if all(ratio is not None for ratio in ratios):
-        fields |= {"reference": _reference(config, ratios, shape), "vllm": _reference(config, ratios, shape)}
+        ours = _reference(config, ratios, grids[0].stride, shape)
+        fields |= {"reference": ours, "vllm": ours}
         fields["megatron"] = {"csa_compress_ratios": ratios, "csa_window_size": config.variant.local_window}
     else:
         grid = next(grid for grid, ratio in zip(grids, ratios, strict=True) if ratio is None)
@@ -80,7 +82,9 @@ def _bad_fields(config: TrialConfig, grids: list[Grid], shape: Any, *, positions
     """Fields of the variant or the base that no consumer has a word for; `positions`: whether summaries' positions are worth a line."""
     variant = config.variant
     found = []
-    if len({(grid.window, grid.stride, grid.origin) for grid in grids}) > 1:
+    if len({(grid.window, grid.stride) for grid in grids}) > 1:
+        found.append(f"VariantConfig.coarse={variant.coarse} (must be none)")
+    if len({grid.origin for grid in grids}) > 1:
         found.append(f"VariantConfig.stagger={variant.stagger} (must be none)")
     if registry.get("gate", variant.gate).function(head_dim=shape.head_dim).channels != shape.head_dim or shape.head_dim == 1:
         found.append(f"VariantConfig.gate={variant.gate} (must be one gate per channel: vector)")
@@ -88,11 +92,11 @@ def _bad_fields(config: TrialConfig, grids: list[Grid], shape: Any, *, positions
         found.append(f"VariantConfig.tie={variant.tie} (must be kv: one summary is key and value)")
     if variant.payload != "shared":
         found.append(f"VariantConfig.payload={variant.payload} (must be shared)")
-    if registry.bypass_phases(variant):
+    if any(registry.bypass_phases(variant, grid) for grid in grids):
         found.append(f"VariantConfig.bypass={variant.bypass} (must be none)")
     if variant.key_norm != "pooled":
         found.append(f"VariantConfig.key_norm={variant.key_norm} (must be pooled)")
-    if positions and any(describe.shift(variant) != -grid.origin for grid in grids):
+    if positions and any(describe.key_shift(variant, grid) != -grid.origin for grid in grids):
         found.append(f"VariantConfig.rope_position={variant.rope_position} (must put summary j at token j S)")
     tail = max(grid.stride for grid in grids) - 1
     if variant.local_window < tail:
@@ -123,10 +127,9 @@ def _shared(config: TrialConfig, grids_csa: bool, stride: int, shape: Any) -> di
     }
 
 
-def _reference(config: TrialConfig, ratios: list[int | None], shape: Any) -> dict[str, Any]:
+def _reference(config: TrialConfig, ratios: list[int | None], stride: int, shape: Any) -> dict[str, Any]:
     """The official code's and vLLM's fields: one ratio a layer."""
-    csa, stride = 4 in ratios, config.variant.stride
-    return _shared(config, csa, stride, shape) | {"compress_ratios": ratios, "qk_rope_head_dim": shape.head_dim, "rope_scaling": None}
+    return _shared(config, 4 in ratios, stride, shape) | {"compress_ratios": ratios, "qk_rope_head_dim": shape.head_dim, "rope_scaling": None}
 
 
 def _transformers(config: TrialConfig, grids: list[Grid], shape: Any) -> dict[str, Any]:
