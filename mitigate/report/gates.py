@@ -37,6 +37,17 @@ class GateProfile:
         return f"layer {self.layer} {self.branch} head {self.head}"
 
 
+def offset_words(profiles: Sequence[GateProfile]) -> str:
+    """What the axis of offsets shows: 'offset in the window of 8 tokens', or of each layer's where coarse layers have another."""
+    windows = list(dict.fromkeys(len(profile.weights) for profile in profiles))
+    return f"offset in the window of {' or '.join(map(str, windows))} tokens{', by layer' if len(windows) > 1 else ''}"
+
+
+def ends_scale(profiles: Sequence[GateProfile], place: int) -> bool:
+    """Whether the strip at `place` is the last before one of another window, so that its offsets need numbers of their own."""
+    return place + 1 == len(profiles) or len(profiles[place].weights) != len(profiles[place + 1].weights)
+
+
 def static_gates(arrays: Mapping[str, NDArray[Any]], *, kv_heads: int, branches: Sequence[str] = ("K", "V")) -> list[GateProfile]:
     """The profiles of a compressor's weights.
 

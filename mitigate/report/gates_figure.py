@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from mitigate.report import data
 from mitigate.report.figures import empty
-from mitigate.report.gates import GateProfile
+from mitigate.report.gates import GateProfile, ends_scale, offset_words
 from mitigate.report.style import COLOURS, new_figure, styled
 from mitigate.rows import Row
 
@@ -43,7 +43,7 @@ def gate_profiles(found: Sequence[tuple[Row, list[GateProfile]]], why_none: str 
 
 def _draw_trial(panels: Sequence[Axes], row: Row, profiles: Sequence[GateProfile]) -> None:
     top = max(max(profile.weights) for profile in profiles)
-    for axes, profile in zip(panels, profiles, strict=False):
+    for place, (axes, profile) in enumerate(zip(panels, profiles, strict=False)):
         weights = profile.weights
         axes.bar(range(len(weights)), weights, width=0.8, color=COLOURS["blue"], zorder=2)
         axes.axhline(1 / len(weights), color=COLOURS["vermillion"], linewidth=1.0, linestyle=(0, (3, 2)), zorder=3)
@@ -55,11 +55,10 @@ def _draw_trial(panels: Sequence[Axes], row: Row, profiles: Sequence[GateProfile
         axes.grid(visible=False)
         axes.spines["left"].set_visible(False)
         axes.set_ylabel(f"L{profile.layer} {profile.branch} h{profile.head}", rotation=0, ha="right", va="center", fontsize=8)
-        axes.tick_params(labelbottom=False, length=0)
-    last, width = panels[-1], len(profiles[0].weights)
-    last.tick_params(labelbottom=True, length=2)
-    last.xaxis.set_major_locator(ticker.FixedLocator(list(range(0, width, max(1, -(-width // 16))))))
+        scale = ends_scale(profiles[: len(panels)], place)
+        axes.tick_params(labelbottom=scale, length=2 if scale else 0)
+        axes.xaxis.set_major_locator(ticker.FixedLocator(list(range(0, len(weights), -(-len(weights) // 16)))))
     left_out = len(profiles) - len(panels)
     more = f"; {left_out} more heads not drawn" if left_out > 0 else ""
-    last.set_xlabel(f"offset in the window of {width} tokens{more}", fontsize=8)
-    panels[0].set_title(data.named(row, 34), fontsize=9.5)
+    panels[-1].set_xlabel(f"{offset_words(profiles[: len(panels)])}{more}", fontsize=8)
+    panels[0].set_title(data.named(row, 30), fontsize=9.5)

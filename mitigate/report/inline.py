@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from mitigate.report import data
-from mitigate.report.gates import GateProfile
+from mitigate.report.gates import GateProfile, ends_scale, offset_words
 from mitigate.rows import Row
 
 LEFT, TOP, WIDTH, HEIGHT = 40, 8, 372, 150  # of the curve's plot, px
@@ -62,22 +62,25 @@ def gates(profiles: Sequence[GateProfile]) -> Markup:
         return Markup("")
     shown, tall, width, left = profiles[:MOST_STRIPS], 28, 300, 66
     top = max(max(profile.weights) for profile in shown)
-    parts = []
+    parts: list[str] = []
+    bottom = 14
     for place, profile in enumerate(shown):
-        base, step = 14 + (tall + 14) * place + tall, width / len(profile.weights)
+        window = len(profile.weights)
+        base, step = bottom + tall, width / window
         parts.append(f'<text class="end ink" x="{left - 6}" y="{base - 8}">L{profile.layer} {profile.branch} h{profile.head}</text>')
         for i, weight in enumerate(profile.weights):
             high = tall * weight / top
             parts.append(f'<rect class="bar" x="{left + step * (i + 0.1):.1f}" y="{base - high:.1f}" width="{0.8 * step:.1f}" height="{high:.1f}"/>')
-        best = max(range(len(profile.weights)), key=profile.weights.__getitem__)
-        parts.append(f'<path class="even" d="M{left} {base - tall / top / len(profile.weights):.1f}h{width}"/><path class="rule" d="M{left} {base}h{width}"/>')
+        best = max(range(window), key=profile.weights.__getitem__)
+        parts.append(f'<path class="even" d="M{left} {base - tall / top / window:.1f}h{width}"/><path class="rule" d="M{left} {base}h{width}"/>')
         most, middle = profile.weights[best], left + step * (best + 0.5)
         parts.append(f'<text class="mid ink" x="{middle:.1f}" y="{base - tall * most / top - 2:.1f}">{most:.2f}</text>')
-    bottom, window = 14 + (tall + 14) * len(shown), len(shown[-1].weights)
-    every = -(-window // 16)
-    parts += [f'<text class="mid" x="{left + width / window * (i + 0.5):.1f}" y="{bottom + 4}">{i}</text>' for i in range(0, window, every)]
+        bottom = base + 14
+        if ends_scale(shown, place):
+            parts += [f'<text class="mid" x="{left + step * (i + 0.5):.1f}" y="{bottom + 4}">{i}</text>' for i in range(0, window, -(-window // 16))]
+            bottom += 0 if place + 1 == len(shown) else 18
     more = f"; {len(profiles) - len(shown)} more heads" if len(profiles) > len(shown) else ""
-    parts.append(f'<text class="mid" x="{left + width / 2}" y="{bottom + 19}">offset in the window (tokens){more}</text>')
+    parts.append(f'<text class="mid" x="{left + width / 2}" y="{bottom + 19}">{offset_words(shown)}{more}</text>')
     return _svg("gates", left + width + 6, bottom + 26, "static gate weight of each offset", parts)
 
 

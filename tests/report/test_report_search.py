@@ -197,6 +197,18 @@ def test_gate_profiles_draw_a_bar_an_offset_and_say_what_is_left_out() -> None:
     assert "8 more heads not drawn" in words(figure) and "L0 K h0" in words(figure)
 
 
+def test_gate_profiles_of_coarse_layers_number_the_offsets_of_each_window() -> None:
+    row = fake_rows(2)[1]
+    profiles = [gates.GateProfile(layer=i, branch="K", head=0, weights=[1 / w] * w) for i, w in enumerate((32, 2, 32, 2))]
+    figure = gates_figure.gate_profiles([(row, profiles)])
+    assert "offset in the window of 32 or 2 tokens, by layer" in words(figure)
+    assert [[int(tick) for tick in axes.get_xticks()] for axes in figure.axes] == [list(range(0, 32, 2)), [0, 1]] * 2
+    text = inline.gates(profiles)
+    assert "offset in the window of 32 or 2 tokens, by layer" in text and text.count(">30</text>") == 2 and text.count(">1</text>") == 2
+    same = inline.gates(profiles[1::2])
+    assert "offset in the window of 2 tokens" in same and same.count(">1</text>") == 1, "one scale serves strips of one window"
+
+
 def test_small_pictures_keep_to_their_frame() -> None:
     row = fake_rows(2)[1]
     text = inline.curve(row)
