@@ -130,7 +130,7 @@ def check(variant: VariantConfig, *, layers: int) -> None:
         return
     for axis in ("gate", "tie", "payload", "coarse", "stagger", "bypass", "coverage"):
         get(axis, getattr(variant, axis))
-    if variant.coarse != "none" and variant.coverage != "none" and variant.coverage_scope != "layer":
+    if variant.coarse_factor > 1 and variant.coverage != "none" and variant.coverage_scope != "layer":
         raise ConfigError(f'VariantConfig.coverage_scope must be "layer" with coarse layers, whose heads have other phases, got {variant.coverage_scope!r}')
     if variant.gate == "uniform" and variant.coverage != "none":
         raise ConfigError(f'VariantConfig.coverage must be "none" with a uniform gate (nothing to regularize), got {variant.coverage!r}')
@@ -154,7 +154,7 @@ def describe(variant: VariantConfig) -> str:
     parts = [f"w{variant.window}s{variant.stride}"]
     if variant.origin:
         parts.append(f"o{variant.origin}")
-    if variant.coarse != "none":
+    if variant.coarse_factor > 1:
         parts.append(f"coarse-{variant.coarse}-x{variant.coarse_factor}")
     if variant.gate != "scalar":
         parts.append(variant.gate)

@@ -67,7 +67,8 @@ class SimulatedExecutor:
     @property
     def room_alone(self) -> int:
         machines = len(self._machines())
-        return (max(1, machines // 2) if len(self._ends) > len(self._quiet) else machines) - len(self._quiet)
+        wanted = max(1, machines // 2) if len(self._ends) > len(self._quiet) else machines
+        return wanted - len(self._quiet)
 
     def _machines(self) -> range:
         return range(self.capacity // self._size)
@@ -225,6 +226,8 @@ def simulate(*, sampler: str, trials: int, workers: int, seed: int = 0, rungs: b
     with tempfile.TemporaryDirectory() as folder, _timed_proposals() as proposals:
         place = Path(folder)
         outcome = run_search(config, results=place, cache=place, executor=lambda: executor, console=Console(file=io.StringIO()), command="")
+        if outcome.stopped not in ("budget", "exhausted"):
+            raise KeyboardInterrupt(outcome.message)  # half a search would pass for a whole one
         rows = _rows(outcome.folder)
         updates = sum(row.updates for row in rows)
     busy, waited, alone = (seconds / (workers * executor.clock) for seconds in (executor.busy, executor.waited, executor.alone))
@@ -287,7 +290,11 @@ def main(argv: list[str] | None = None) -> int:
     at = tuple(n for n in (30, 60, 150, 300, 600, 1000, 2000) if n <= given.trials)
     for sampler in given.sampler or ("tpe", "random"):
         for seed in range(given.seeds):
-            found = simulate(sampler=sampler, trials=given.trials, workers=given.workers, seed=seed, rungs=given.rungs, at=at)
+            try:
+                found = simulate(sampler=sampler, trials=given.trials, workers=given.workers, seed=seed, rungs=given.rungs, at=at)
+            except KeyboardInterrupt:
+                print(f"{sampler}, seed {seed}: interrupted", file=sys.stderr)
+                return 130
             print(json.dumps(dataclasses.asdict(found)) if given.json else _line(found), flush=True)
     return 0
 

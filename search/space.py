@@ -6,9 +6,9 @@ or `overlap`, the window in strides as a string fraction ("1", "3/2", "2").
 - `overlap` sets window = ceil(stride * overlap): a window that is no integer is rounded up, so 1 <= S <= W holds by construction.
 - `stride` without `window` and `overlap` means windows that do not overlap (W = S).
 - `window` and `overlap` exclude each other. `window` and `stride` may both be searched only where every stride fits every window.
-- A parameter that cannot matter is not suggested: `coverage` with a uniform gate, `coverage_weight` with no coverage, `coverage_threshold` without
-  a hinge, `coarse_factor` without coarse layers. `canonical` also folds settings that mean the same model; equal hashes of canonical variants are
-  duplicates.
+- A parameter that cannot matter is not suggested: `coverage` with a uniform gate, `coverage_weight` and `coverage_scope` with no coverage,
+  `coverage_threshold` without a hinge, `coarse_factor` without coarse layers. `canonical` also folds settings that mean the same model; equal hashes of
+  canonical variants are duplicates. It does not know the number of layers: strategies of `coarse` and `stagger` that agree on few layers stay apart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mitigate.config import ConfigError, SearchConfig, TrialConfig, VariantConfi
 
 Choice = str | int | float
 Check = Callable[[VariantConfig], None]
-RULES = 1  # version of the rules above; part of the fingerprint
+RULES = 2  # version of the rules above; part of the fingerprint
 DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(VariantConfig)}
 KEYS = [key for name in DEFAULTS if name != "compress" for key in ((name, "overlap") if name == "stride" else (name,))]
 _TRIES = 256  # combinations tried before a choice counts as unusable
@@ -51,7 +51,7 @@ def canonical(variant: VariantConfig) -> VariantConfig:
     if variant.gate == "uniform" and variant.tie == "gates":
         changes["tie"] = "none"
     if variant.gate == "uniform" or variant.coverage == "none" or variant.coverage_weight == 0:
-        changes |= {"coverage": "none", "coverage_weight": 0.0}
+        changes |= {"coverage": "none", "coverage_weight": 0.0, "coverage_scope": "layer"}
     if changes.get("coverage", variant.coverage) != "hinge":
         changes["coverage_threshold"] = DEFAULTS["coverage_threshold"]
     if variant.coarse == "none" or variant.coarse_factor == 1:
@@ -92,6 +92,7 @@ class SearchSpace:
     def validate(self) -> None:
         """Build configs until every choice was used once; ConfigError names the parameter and the reason."""
         self._validate_windows()
+        self._validate_coarse()
         for key, values in self.choices.items():
             for value in values:
                 self._validate_choice(key, value)
@@ -193,6 +194,14 @@ class SearchSpace:
         if widest > narrowest:
             raise ConfigError(f"SearchConfig.space.stride must be at most every window ({narrowest}), got {widest}; search overlap instead of window")
 
+    def _validate_coarse(self) -> None:
+        """Either of the two alone changes nothing, and would be blamed for it."""
+        names, factors = self.choices.get("coarse", ()), self.choices.get("coarse_factor", ())
+        if any(name != "none" for name in names) and not any(isinstance(factor, int) and factor > 1 for factor in factors):
+            raise ConfigError(f"SearchConfig.space.coarse needs a coarse_factor above 1 among the choices, got {list(factors) or 'none'}")
+        if factors and not any(name != "none" for name in names):
+            raise ConfigError(f'SearchConfig.space.coarse_factor needs a coarse other than "none" among the choices, got {list(names) or "none"}')
+
     def _validate_choice(self, key: str, value: Choice) -> None:
         reasons: list[str] = []
         for params in self._combinations_with(key, value):
@@ -218,7 +227,13 @@ class SearchSpace:
 def _active(key: str, params: dict[str, Choice]) -> bool:
     gate, coverage = params.get("gate", DEFAULTS["gate"]), params.get("coverage", DEFAULTS["coverage"])
     alike = params.get("coarse", DEFAULTS["coarse"]) == "none"
-    inactive = {"coarse_factor": alike, "coverage": gate == "uniform", "coverage_weight": coverage == "none", "coverage_threshold": coverage != "hinge"}
+    inactive = {
+        "coarse_factor": alike,
+        "coverage": gate == "uniform",
+        "coverage_weight": coverage == "none",
+        "coverage_scope": coverage == "none",
+        "coverage_threshold": coverage != "hinge",
+    }
     return not inactive.get(key, False)
 
 

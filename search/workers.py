@@ -413,7 +413,7 @@ class RayExecutor:
         others = len(self._held) + len(self._running) - len(quiet)
         wanted = max(len(machines) // 2, 1) if others else len(machines)
         free = sum(node["NodeID"] not in quiet for node in machines)
-        return max(0, min(free, wanted - len(quiet)))
+        return max(0, min(free, wanted - len(quiet), self.capacity - len(quiet)))
 
     def _quiet(self) -> list[str]:
         """Ids of the machines that batches have to themselves, or wait for."""

@@ -69,8 +69,8 @@ def figure(found: Sequence[Rescored]) -> Figure:
         axes.set_ylim(len(ordered) - 0.4, -0.6)
         axes.set_xlim(-0.02, 1.02)
         axes.set_xlabel("worst-phase accuracy A_min (fraction of queries)")
-        axes.set_title("The chosen trials on fresh seeds", fontsize=12, pad=26)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0.2)
+        drawn.suptitle("The chosen trials on fresh seeds", x=0.012, ha="left", fontsize=12, fontweight="bold")
+        drawn.legend(loc="outside lower right", ncols=4)
         return drawn
 
 

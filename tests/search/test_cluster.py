@@ -102,6 +102,14 @@ def test_what_no_machine_has_is_one_line_in_seconds(cluster: Any, resources: dic
     assert time.monotonic() - begin < 20
 
 
+def test_one_worker_asks_for_one_machine(cluster: Any) -> None:
+    executor = RayExecutor(1, cluster.address)
+    try:
+        assert (executor.capacity, executor.room, executor.room_alone) == (1, 1, 1)
+    finally:
+        executor.close()
+
+
 def test_trials_run_everywhere_and_costs_alone(cluster: Any, make_config: Make, tmp_path: Path) -> None:
     """Also: the files of the base travel to where they are missing."""
     config = make_config(trials=11, space=WIDE, trial={"train": {"updates": 180}})
