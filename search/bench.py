@@ -287,6 +287,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rungs", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(argv)
+    if given.workers < 1 or (given.workers > MACHINE and given.workers % MACHINE):
+        parser.error(f"--workers must be from 1 to {MACHINE} or a multiple of it (workers of a simulated machine), got {given.workers}")
     at = tuple(n for n in (30, 60, 150, 300, 600, 1000, 2000) if n <= given.trials)
     for sampler in given.sampler or ("tpe", "random"):
         for seed in range(given.seeds):
