@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from mitigate.kernels import blocked, ops, reference, stream, views, visibility
+from mitigate.kernels import blocked, by_role, ops, reference, stream, visibility
 
 Way = Callable[[], Any]
 H200 = {"bytes_per_s": 4.3e12, "flops_per_s": 790e12}  # copy and bf16 rates of an H200-class card
@@ -261,7 +261,7 @@ def bench_pool(case: PoolCase, device: torch.device, dtype: torch.dtype, rates: 
         "operator": lambda z, u: ops.pool(z, u[:, :, None], window=window, stride=stride)[0],
     }
     if device.type == "cpu":
-        runs["training path"] = lambda z, u: views.pool(z, u[:, :, None], window=window, stride=stride)
+        runs["training path"] = lambda z, u: by_role.pool(z, u[:, :, None], window=window, stride=stride)
         if shutil.which("g++") and repeats >= COMPILED_FROM:
             fused = torch.compile(by_roles, dynamic=False)
             runs["roles, torch.compile"] = lambda z, u: fused(z, u, window, stride)

@@ -1,11 +1,11 @@
 """Pool, attend and decode as PyTorch operators: the one door to the kernels, for every device, under autograd and `torch.compile`.
 
 Forward and backward are separate operators, each with a fake that shares the counts of `visibility`. On a CUDA device they run the Triton kernels,
-elsewhere, and where Triton is not installed, the plain PyTorch of `views` and `blocked`. Triton is imported on the first CUDA call.
+elsewhere, and where Triton is not installed, the plain PyTorch of `by_role` and `blocked`. Triton is imported on the first CUDA call.
 The log-sum-exp that pool and attend return has no gradient.
 
-A model with a variant goes through these operators on the kinds of device in `OPERATED`; on others it calls `views` and `blocked` directly, which is faster
-there: weights are kept for the backward pass, and no dispatch stands in between.
+A model with a variant goes through these operators on the kinds of device in `OPERATED`; on others it calls `views`, `by_role` and `blocked` directly,
+which is faster there: weights are kept for the backward pass, and no dispatch stands in between.
 
 Shapes: B batch, T tokens, N summaries, H query heads, G kv heads, D head dim of keys, V of values, P bypassed tokens, E gate channels (1 or D),
 Z and U roles of logits and payload. Packed sequences (`cu_seqlens`) have B = 1 and one length of tokens, and of summaries, after another.
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mitigate.kernels import blocked, views, visibility
+from mitigate.kernels import blocked, by_role, visibility
 
 OPERATED = frozenset({"cuda"})  # kinds of device on which a model's pooling and attention are these operators
 TRITON = frozenset({"cuda"})  # kinds of device on which the operators run Triton kernels, where it is installed
@@ -91,7 +91,7 @@ def _pool(z: Tensor, u: Tensor, window: int, stride: int, origin: int, windows: 
 
 
 def _pooled(z: Tensor, u: Tensor, grid: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    out, lse, _ = views.pool_forward(z, u, grid, want_lse=True)
+    out, lse, _ = by_role.pool_forward(z, u, grid, want_lse=True)
     assert lse is not None
     return out.contiguous(), lse.contiguous()
 
@@ -113,10 +113,10 @@ def _pool_backward(
         return torch.zeros_like(z) if dz is None else dz, du
     grid = (window, stride, origin)
     if cu_seqlens is None:
-        return _contiguous(views.pool_backward(dout, z, u, out, lse, grid))
+        return _contiguous(by_role.pool_backward(dout, z, u, out, lse, grid))
     counts = [visibility.num_windows(n, *grid) for n in _lengths(cu_seqlens)]
     banks = zip(dout.split(counts, dim=1), out.split(counts, dim=1), lse.split(counts, dim=1), _slices(cu_seqlens), strict=True)
-    parts = [views.pool_backward(g, z[:, rows], u[:, rows], o, m, grid) for g, o, m, rows in banks]
+    parts = [by_role.pool_backward(g, z[:, rows], u[:, rows], o, m, grid) for g, o, m, rows in banks]
     return _joined(parts, like=(z[:, :0], u[:, :0]))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from torch import nn
 from mitigate import registry
 from mitigate.config import VariantConfig
 from mitigate.geometry import Grid
-from mitigate.kernels import ops, views
+from mitigate.kernels import by_role, ops, views
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,7 @@ class Compressor(nn.Module):
         count: int,
         normalise: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Pooled:
-        """Pool windows ``window0 .. window0 + count - 1``: through `ops.pool` on devices with kernels, else from views of the rows.
+        """Pool windows ``window0 .. window0 + count - 1``: side by side they are views of the rows; where they overlap, and on devices with kernels, by role.
 
         Args:
             hidden_BTC: hidden states of consecutive tokens.
@@ -107,78 +106,80 @@ class Compressor(nn.Module):
         """
         grid = self.grid
         first = grid.origin + window0 * grid.stride
-        exists_NW = views.exists(window=grid.window, stride=grid.stride, first=first, count=count, device=hidden_BTC.device)
-        cut = {"window": grid.window, "stride": grid.stride, "start": first - row0, "count": count}
-        if count and ops.operated(hidden_BTC.device):
-            key, value = self._by_operator(hidden_BTC, key_BTF, value_BTF, cut, normalise)
-            return Pooled(key=key, value=value, gates=functools.cache(lambda: self._gates(hidden_BTC, exists_NW, cut)))
-        hidden_BNWC = None if self.shares_projection else views.windows(hidden_BTC, **cut)
-        key_gates, value_gates = self._gates(hidden_BTC, exists_NW, cut)
-        key = self._pooled(key_gates, hidden_BNWC, key_BTF, "key_maps", cut, normalise)
-        value = self._pooled(value_gates, hidden_BNWC, value_BTF, "value_maps", cut) if self.tie.held == 2 else None
+        operated = ops.operated(hidden_BTC.device)
+        if count and (operated or grid.window > grid.stride):
+            cut = {"window": grid.window, "stride": grid.stride, "start": first - row0, "count": count}
+            return self._pooled_by_role(hidden_BTC, key_BTF, value_BTF, cut, normalise, _operator if operated else by_role.pool)
+        cut = {"window": grid.window, "start": first - row0, "count": count}
+        hidden_BNWC = views.windows(hidden_BTC, **cut)
+        key_gates, value_gates = self._gates(hidden_BNWC, views.exists(window=grid.window, first=first, count=count, device=hidden_BTC.device))
+
+        def pooled(gates_BNWGE: torch.Tensor, projected_BTF: torch.Tensor, maps: str, normalised: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+            if self.shares_projection:
+                u_BNWF = views.windows(projected_BTF, **cut)
+            else:
+                u_BNWF = torch.einsum("bnwc,wcf->bnwf", hidden_BNWC, getattr(self, maps).to(hidden_BNWC.dtype))
+            return views.weighted_sum(gates_BNWGE, normalised(u_BNWF.unflatten(-1, (self.kv_heads, self.head_dim))))
+
+        key = pooled(key_gates, key_BTF, "key_maps", normalise or _as_it_is)
+        value = pooled(value_gates, value_BTF, "value_maps", _as_it_is) if self.tie.held == 2 else None
         return Pooled(key=key, value=value, gates=lambda: (key_gates, value_gates))
 
-    def _by_operator(
+    def _gates(self, hidden_BNWC: torch.Tensor, exists_NW: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.channels:
+            batch, count, window, _ = hidden_BNWC.shape
+            alpha = views.uniform_weights(batch, count, window, exists_NW, hidden_BNWC)[..., None]
+            return alpha, alpha
+        return self._branches(views.gate_weights(hidden_BNWC, self.gate_weight, getattr(self, "gate_bias", None), exists_NW))
+
+    def _branches(self, x_X: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gate outputs [..., X] as those of keys and of values, [..., G, E] each; the same tensor where they share one."""
+        branches = x_X.unflatten(-1, (self.tie.gates, self.kv_heads, self.channels)).unbind(dim=-3)
+        return branches[0], branches[-1]
+
+    def _pooled_by_role(
         self,
         hidden_BTC: torch.Tensor,
         key_BTF: torch.Tensor,
         value_BTF: torch.Tensor,
         cut: dict[str, int],
         normalise: Callable[[torch.Tensor], torch.Tensor] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Summaries of both branches from logits and payload by role: no window is cut, and no gate stored."""
+        pool: Callable[..., torch.Tensor],
+    ) -> Pooled:
+        """No window is cut, and gates are made as windows hold them only where asked for."""
         start, stride, window = cut["start"], cut["stride"], cut["window"]
         rows = slice(max(start, 0), start + (cut["count"] - 1) * stride + window)
-        options: dict[str, Any] = {"window": window, "stride": stride, "origin": min(start, 0)}
-        gates: tuple[torch.Tensor | None, ...] = (None,)
+        grid = {"window": window, "stride": stride, "origin": min(start, 0)}
+        wide = torch.promote_types(hidden_BTC.dtype, torch.float32)
         if self.channels:
-            wide = torch.promote_types(hidden_BTC.dtype, torch.float32)
             bias = self.gate_bias.to(wide) if hasattr(self, "gate_bias") else None
             with torch.autocast(hidden_BTC.device.type, enabled=False):
-                z_BTZX = views.rows_by_role(hidden_BTC.to(wide), self.gate_weight.to(wide), bias, **cut)
-            gates = z_BTZX.unflatten(-1, (self.tie.gates, self.kv_heads, self.channels)).unbind(dim=3)
+                z_BTZX = by_role.rows_by_role(hidden_BTC.to(wide), self.gate_weight.to(wide), bias, **cut)
 
         def payload(projected_BTF: torch.Tensor, maps: str) -> torch.Tensor:
             if self.shares_projection:
                 u_BTUF = projected_BTF[:, rows, None]
             else:
-                u_BTUF = views.rows_by_role(hidden_BTC, getattr(self, maps).to(hidden_BTC.dtype), None, **cut)
+                u_BTUF = by_role.rows_by_role(hidden_BTC, getattr(self, maps).to(hidden_BTC.dtype), None, **cut)
             return u_BTUF.unflatten(-1, (self.kv_heads, self.head_dim))
 
-        u_BTUGD = payload(key_BTF, "key_maps")
-        key, _ = ops.pool(gates[0], normalise(u_BTUGD) if normalise is not None else u_BTUGD, **options)
-        value = ops.pool(gates[-1], payload(value_BTF, "value_maps"), **options)[0] if self.tie.held == 2 else None
-        return key, value
+        def gates() -> tuple[torch.Tensor, torch.Tensor]:
+            if self.channels:
+                return self._branches(by_role.gates(z_BTZX, **grid))
+            return (by_role.gates(hidden_BTC.new_zeros(hidden_BTC.shape[0], rows.stop - rows.start, 1, 1, dtype=wide), **grid)[..., None],) * 2
 
-    def _gates(self, hidden_BTC: torch.Tensor, exists_NW: torch.Tensor | None, cut: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.channels:
-            alpha = views.uniform_weights(hidden_BTC.shape[0], cut["count"], self.grid.window, exists_NW, hidden_BTC)[..., None]
-            return alpha, alpha
-        alpha_BNWX = views.gate_weights_of_rows(hidden_BTC, self.gate_weight, getattr(self, "gate_bias", None), exists_NW, **cut)
-        branches = alpha_BNWX.unflatten(-1, (self.tie.gates, self.kv_heads, self.channels)).unbind(dim=3)
-        return branches[0], branches[-1]
+        key_logits, value_logits = self._branches(z_BTZX) if self.channels else (None, None)
+        key = pool(key_logits, (normalise or _as_it_is)(payload(key_BTF, "key_maps")), **grid)
+        value = pool(value_logits, payload(value_BTF, "value_maps"), **grid) if self.tie.held == 2 else None
+        return Pooled(key=key, value=value, gates=functools.cache(gates))
 
-    def _pooled(
-        self,
-        gates_BNWGE: torch.Tensor,
-        hidden_BNWC: torch.Tensor | None,
-        projected_BTF: torch.Tensor,
-        maps: str,
-        cut: dict[str, int],
-        normalise: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Summaries of one branch: [B, N, G, D]."""
-        if hidden_BNWC is not None:
-            u_BNWF = torch.einsum("bnwc,wcf->bnwf", hidden_BNWC, getattr(self, maps).to(hidden_BNWC.dtype))
-        elif gates_BNWGE.shape[-1] == 1 and views.band_pays(self.kv_heads, self.head_dim, window=self.grid.window, stride=self.grid.stride):
-            u_BTGD = projected_BTF.unflatten(-1, (self.kv_heads, self.head_dim))
-            u_BTGD = normalise(u_BTGD) if normalise is not None else u_BTGD
-            alpha_BNWG = gates_BNWGE[..., 0].expand(-1, -1, -1, self.kv_heads)
-            return views.band_sum(alpha_BNWG, u_BTGD.unsqueeze(2), window=cut["window"], stride=cut["stride"], start=cut["start"])
-        else:
-            u_BNWF = views.windows(projected_BTF, **cut)
-        u_BNWGD = u_BNWF.unflatten(-1, (self.kv_heads, self.head_dim))
-        return views.weighted_sum(gates_BNWGE, normalise(u_BNWGD) if normalise is not None else u_BNWGD)
+
+def _operator(*parts: torch.Tensor | None, **grid: int) -> torch.Tensor:
+    return ops.pool(*parts, **grid)[0]  # type: ignore[arg-type]
+
+
+def _as_it_is(u_BTUGD: torch.Tensor) -> torch.Tensor:
+    return u_BTUGD
 
 
 def phase_profile(alpha_BNWGE: torch.Tensor, grid: Grid) -> torch.Tensor:
