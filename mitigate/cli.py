@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--records", type=int, help="records per prompt (default 64)")
     score.add_argument("--queries", type=int, help="queries per prompt, asked in turn (default 8; 1 is the paper's form)")
     score.add_argument("--chat", action="store_true", help="use the tokenizer's chat template")
-    score.add_argument("--period", type=int, help="residues P (default 24)")
+    score.add_argument("--period", type=int, help="residues P (default 24, or the next multiple of the variant's stride)")
     score.add_argument("--prompts", type=int, help="logical prompts, each at all P placements under each protocol (default 24)")
     score.add_argument("--protocol", choices=("outer", "in_sequence"), help="one padding protocol only (default: both)")
     score.add_argument("--seed", type=int, help="of the prompts (default 1)")
@@ -345,6 +345,11 @@ def _trial(arguments: argparse.Namespace) -> int:
     return _show(out, identity, run)
 
 
+def default_period(variant: config.VariantConfig) -> int:
+    """The residues that a sweep without `--period` covers: ScoreConfig's, or the next multiple of the variant's stride."""
+    return -(-config.ScoreConfig().period // variant.widest_stride) * variant.widest_stride
+
+
 def _score(arguments: argparse.Namespace) -> int:
     if (arguments.model is None) == (arguments.bundle is None):
         raise ConfigError("score: give either --model or --bundle (a bundle holds its model)")
@@ -359,6 +364,8 @@ def _score(arguments: argparse.Namespace) -> int:
     import torch
 
     variant = config.load_variant(arguments.variant) if arguments.variant else config.VariantConfig(compress=False)
+    if arguments.variant and arguments.period is None:
+        sweep["period"] = default_period(variant)
     if arguments.bundle is not None or arguments.model in config.preset_names("bases"):
         return _score_tiny(arguments, variant, sweep, words)
     wanted = config.from_dict(
@@ -405,7 +412,8 @@ def _score_tiny(arguments: argparse.Namespace, variant: config.VariantConfig, sw
     else:
         base = config.load_base(arguments.model)
         train, score = config.TrainConfig(updates=0), config.replace(config.ScoreConfig(), **sweep)
-        task = config.replace(base.task, filler=72, filler_in_sequence=96) if score.period > 8 else base.task
+        steps = 3 * (score.period - 1)
+        task = config.replace(base.task, filler=max(72, steps), filler_in_sequence=max(96, steps + 3)) if score.period > 8 else base.task
         parts: dict[str, config.Config] = {"variant": variant, "base": base, "task": task, "train": train, "score": score}
         wanted = config.from_dict(config.TrialConfig, {name: config.to_dict(part) for name, part in parts.items()})
         label = f"{arguments.model} {arguments.variant or 'own attention'} untrained"
@@ -508,7 +516,7 @@ def _transition(arguments: argparse.Namespace) -> int:
 
     torch.set_num_threads(arguments.threads)
     distances = range(least_distance, furthest + 1)
-    period = variant.stride * variant.coarse_factor if variant.compress else 8
+    period = variant.widest_stride if variant.compress else 8
     found = score.run_transition(restore(trained, folder), trained.task, period=period, distances=distances, prompts=arguments.prompts, seed=arguments.seed)
     write_atomic(folder / "transition.json", found.model_dump_json(indent=1).encode())
     local = variant.local_window if variant.compress else None

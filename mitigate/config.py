@@ -94,6 +94,11 @@ class VariantConfig:
             for name, default in plain.items():
                 _require(getattr(self, name) == default, f"VariantConfig.{name}", f"left at {default!r} while compress is false", getattr(self, name))
 
+    @property
+    def widest_stride(self) -> int:
+        """Tokens between window starts in the coarsest layers; phases of all layers repeat with it."""
+        return self.stride * self.coarse_factor
+
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TaskConfig:
@@ -292,8 +297,8 @@ def _check_filler(owner: str, outer: int, in_sequence: int, score: ScoreConfig) 
 
 def _check_period(variant: VariantConfig, score: ScoreConfig) -> None:
     if variant.compress:
-        stride, whose = variant.stride * variant.coarse_factor, "" if variant.coarse == "none" else " of coarse layers"
-        _require(score.period % stride == 0, "ScoreConfig.period", f"a multiple of the stride{whose} ({stride})", score.period)
+        whose = "" if variant.coarse == "none" else " of coarse layers"
+        _require(score.period % variant.widest_stride == 0, "ScoreConfig.period", f"a multiple of the stride{whose} ({variant.widest_stride})", score.period)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

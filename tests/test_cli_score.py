@@ -14,7 +14,7 @@ from test_evaluate import COST, save
 from tiny_study import QUICK, write_config
 from tokenizers_for_tests import known_words
 
-from mitigate import cli, config, cost, results
+from mitigate import cli, config, cost, registry, results
 from mitigate.config import EvaluationConfig, TrialConfig
 from mitigate.rows import Row, Transition
 from mitigate.tasks import transition
@@ -160,7 +160,8 @@ def test_bad_score_arguments_are_one_line_and_change_nothing(workspace: Path, ca
     ("arguments", "message"),
     [
         (["--variant", "w8s8", "--period", "12"], "ScoreConfig.period must be a multiple of the stride (8), got 12"),
-        (["--period", "48"], "TaskConfig.filler must be at least 3 * (period - 1) = 141 for ScoreConfig.period 48, got 72"),
+        (["--variant", "w2s2-tied-coarse", "--period", "24"], "ScoreConfig.period must be a multiple of the stride of coarse layers (32), got 24"),
+        (["--prompts", "1"], "ScoreConfig.prompts must be at least 2 (cross-fitting halves them), got 1"),
     ],
 )
 def test_bad_sweeps_of_a_tiny_base_are_one_line(workspace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -240,6 +241,28 @@ def test_a_tiny_base_is_scored_as_it_stands(workspace: Path, monkeypatch: pytest
     assert row.mean_accuracy == 1
 
 
+@pytest.mark.parametrize("name", config.preset_names("variants"))
+def test_the_default_sweep_fits_every_preset(name: str) -> None:
+    """The fewest residues from ScoreConfig's number on that all layers' phases divide."""
+    variant = config.load_variant(name)
+    strides = {grid.stride for grid in registry.grids(variant, layers=4)} if variant.compress else {1}
+    assert cli.default_period(variant) == next(p for p in range(config.ScoreConfig().period, 10_000) if all(p % stride == 0 for stride in strides))
+
+
+def test_a_tiny_base_takes_a_variant_with_a_stride_beyond_the_default_period(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = config.load_search(Path("search.toml")).trial.base
+    monkeypatch.setattr(config, "load_base", lambda name: trained)
+    real = cost.measure
+    monkeypatch.setattr(cost, "measure", lambda attached, settings, *, seed: real(attached, COST, seed=seed))
+    command = ["score", "--model", "tiny-1kv", "--variant", "w2s2-tied-coarse", "--prompts", "2", "--threads", "1"]
+    assert cli.main([*command, "--out", "tiny-coarse"]) == 0
+    capsys.readouterr()
+    settings = config.from_dict(TrialConfig, row_in(workspace / "tiny-coarse").config)
+    assert (settings.score.period, settings.task.filler, settings.task.filler_in_sequence) == (32, 93, 96)
+
+
 # transition ----------------------------------------------------------------------------------------------------------------------------------
 
 TRIAL = Path("results/tiny/trials/0001")
@@ -317,7 +340,7 @@ def test_the_help_names_the_defaults_that_hold(capsys: pytest.CaptureFixture[str
     for text in (
         f"records per prompt (default {settings.words.records})",
         f"(default {settings.words.queries}; 1 is the paper's form)",
-        f"residues P (default {settings.score.period})",
+        f"residues P (default {settings.score.period}, or the next multiple of the variant's stride)",
         f"(default {settings.score.prompts})",
         f"of the prompts (default {settings.score.seed})",
         f"placements per forward pass (default {settings.score.batch})",
