@@ -357,6 +357,11 @@ def _vector_forward(z_BTZGE: torch.Tensor, u_BTUGD: torch.Tensor, grid: Grid, wa
     return out.unflatten(-1, (groups, dim)).to(u_BTUGD.dtype), None if lse is None else lse.unflatten(-1, (groups, dim)), weights
 
 
+def _exp_(x: torch.Tensor) -> torch.Tensor:
+    """``exp``, in place. Where `torch.exp` leaves it to a library of another maker than the CPU's, `exp2` takes a third of the time."""
+    return x.mul_(1 / math.log(2)).exp2_()
+
+
 def _vector_backward(
     dout_BNGD: torch.Tensor,
     z_BTZGE: torch.Tensor,
@@ -376,7 +381,7 @@ def _vector_backward(
         if weights is None:
             assert lse_BNGE is not None
             lse = lse_BNGE[part].flatten(2)[:, :, None]
-            alphas = [(s - lse).exp_() for s in _by_role(z, grid, count, float("-inf"))]
+            alphas = [_exp_(s - lse) for s in _by_role(z, grid, count, float("-inf"))]
         else:
             alphas = list(weights[part].split(grid[1], dim=2))
         for r, (alpha, payload) in enumerate(zip(alphas, u, strict=True)):
