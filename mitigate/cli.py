@@ -350,6 +350,12 @@ def default_period(variant: config.VariantConfig) -> int:
     return -(-config.ScoreConfig().period // variant.widest_stride) * variant.widest_stride
 
 
+def fitting_filler(task: config.TaskConfig | config.WordsConfig, period: int) -> dict[str, int]:
+    """The filler tokens of a task, or as many as a sweep over `period` residues takes where those are more."""
+    steps = 3 * (period - 1)
+    return {"filler": max(task.filler, steps), "filler_in_sequence": max(task.filler_in_sequence, steps + 3)}
+
+
 def _score(arguments: argparse.Namespace) -> int:
     if (arguments.model is None) == (arguments.bundle is None):
         raise ConfigError("score: give either --model or --bundle (a bundle holds its model)")
@@ -368,6 +374,7 @@ def _score(arguments: argparse.Namespace) -> int:
         sweep["period"] = default_period(variant)
     if arguments.bundle is not None or arguments.model in config.preset_names("bases"):
         return _score_tiny(arguments, variant, sweep, words)
+    words |= fitting_filler(config.WordsConfig(), sweep.get("period", config.ScoreConfig().period))
     wanted = config.from_dict(
         config.EvaluationConfig,
         _given(model=arguments.model, revision=arguments.revision, dtype=arguments.dtype)
@@ -412,8 +419,7 @@ def _score_tiny(arguments: argparse.Namespace, variant: config.VariantConfig, sw
     else:
         base = config.load_base(arguments.model)
         train, score = config.TrainConfig(updates=0), config.replace(config.ScoreConfig(), **sweep)
-        steps = 3 * (score.period - 1)
-        task = config.replace(base.task, filler=max(72, steps), filler_in_sequence=max(96, steps + 3)) if score.period > 8 else base.task
+        task = base.task if score.period <= 8 else config.replace(base.task, **fitting_filler(config.TaskConfig(), score.period))
         parts: dict[str, config.Config] = {"variant": variant, "base": base, "task": task, "train": train, "score": score}
         wanted = config.from_dict(config.TrialConfig, {name: config.to_dict(part) for name, part in parts.items()})
         label = f"{arguments.model} {arguments.variant or 'own attention'} untrained"
