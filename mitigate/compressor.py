@@ -96,7 +96,7 @@ class Compressor(nn.Module):
         count: int,
         normalise: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Pooled:
-        """Pool windows ``window0 .. window0 + count - 1``: side by side they are views of the rows; where they overlap, and on devices with kernels, by role.
+        """Pool windows ``window0 .. window0 + count - 1``: side by side, and one alone, they are views of the rows; else, and on devices with kernels, by role.
 
         Args:
             hidden_BTC: hidden states of consecutive tokens.
@@ -107,7 +107,7 @@ class Compressor(nn.Module):
         grid = self.grid
         first = grid.origin + window0 * grid.stride
         operated = ops.operated(hidden_BTC.device)
-        if count and (operated or grid.window > grid.stride):
+        if (count > 1 and grid.window > grid.stride) or (count and operated):
             cut = {"window": grid.window, "stride": grid.stride, "start": first - row0, "count": count}
             return self._pooled_by_role(hidden_BTC, key_BTF, value_BTF, cut, normalise, _operator if operated else by_role.pool)
         cut = {"window": grid.window, "start": first - row0, "count": count}
