@@ -14,7 +14,7 @@ import torch
 from test_evaluate import comparable
 from tiny_tuning import settings, write_model, write_text
 
-from mitigate import before_after, cli, config, evaluate, finetune, generate
+from mitigate import before_after, cli, config, evaluate, finetune, generate, registry
 from mitigate.export import pretrained
 from mitigate.report import data, tuning
 from mitigate.rows import Row
@@ -137,6 +137,22 @@ def test_the_bundle_is_the_model_after_training(workspace: Path) -> None:
         assert dataclasses.asdict(said) == summary_in("done")["sentences"]["after"]
         again = evaluate.score_attached(attached, base, wanted())
     assert [found.nll for found in again.scores] == [found.nll for found in row_in("done", "row.json").scores]
+
+
+def test_coarse_layers_train_and_come_back_from_their_bundle(workspace: Path, tmp_path: Path) -> None:
+    from mitigate import bases
+
+    coarse = config.VariantConfig(window=2, stride=2, tie="kv", coarse="even", coarse_factor=2, local_window=3)
+    wanted_too = settings(workspace, variant=coarse)
+    rows, _ = before_after.run(wanted_too, tmp_path / "coarse")
+    assert rows["after"].updates == wanted_too.train.updates
+    assert [grid.stride for grid in registry.grids(coarse, layers=2)] == [4, 2]
+    base, folder = bases.load_pretrained(str(workspace / "model")), tmp_path / "coarse" / "bundle"
+    with pretrained.put_on(base, folder, pretrained.read(folder)) as attached:
+        assert [layer.grid.stride for layer in attached.layers][:2] == [4, 2]
+        again = evaluate.score_attached(attached, base, wanted_too)
+    assert [found.nll for found in again.scores] == [found.nll for found in rows["after"].scores]
+    assert [found.nll for found in again.scores] != [found.nll for found in rows["before"].scores]
 
 
 def test_the_same_command_again_changes_nothing(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
