@@ -50,7 +50,11 @@ def rows_by_role(x_BTC: torch.Tensor, map_WCF: torch.Tensor, bias_WF: torch.Tens
 
 
 def gates(z_BTZF: torch.Tensor, *, window: int, stride: int, origin: int = 0) -> torch.Tensor:
-    """The weights that `pool` pools with, as windows hold them: ``softmax_i`` of the logits over the offsets that exist, [B, N, W, F]."""
+    """The weights that `pool` pools with, as windows hold them: ``softmax_i`` of the logits over the offsets that exist, [B, N, W, F].
+
+    Args:
+        z_BTZF: as `pool` takes them, with F = G*E.
+    """
     grid = (window, stride, origin)
     return torch.cat(_by_role(z_BTZF, grid, visibility.num_windows(z_BTZF.shape[1], *grid), float("-inf")), dim=2).softmax(dim=2)
 
@@ -138,23 +142,24 @@ def _tables(z_shape: Sequence[int], u_shape: Sequence[int], grid: Grid, device: 
 
 def _made_tables(z_shape: Sequence[int], u_shape: Sequence[int], grid: Grid, device: torch.device) -> _Tables:
     batch, length, roles, groups = u_shape
-    count, windows = visibility.num_windows(length, *grid), batch * visibility.num_windows(length, *grid) * groups
+    window, stride, origin = grid
+    count = visibility.num_windows(length, *grid)
     with torch.inference_mode(False):  # what is kept must also serve a later backward pass
-        first_NW = grid[2] + grid[1] * torch.arange(count, device=device)[:, None] + torch.arange(grid[0], device=device)
-        reader, window = _readers(u_shape, grid, device)
+        token_WN = origin + stride * torch.arange(count, device=device) + torch.arange(window, device=device)[:, None]
+        reader, of_window = _readers(u_shape, grid, device)
         tables = {
             "logit": _rows_read(z_shape, grid, device).flatten() if z_shape[2] else torch.empty(0, device=device),
             "row": _rows_read(u_shape, grid, device).flatten(1).mT.flatten(),
-            "row_from": torch.arange(windows, device=device) * grid[0],
+            "row_from": torch.arange(batch * count * groups, device=device) * window,
             "logit_reader": _readers(z_shape, grid, device)[0] if z_shape[2] else torch.empty(0, device=device),
             "reader": reader,
-            "window": window,
-            "window_from": torch.arange(batch * length * roles * groups, device=device) * (math.ceil(grid[0] / grid[1]) // roles),
+            "window": of_window,
+            "window_from": torch.arange(batch * length * roles * groups, device=device) * (math.ceil(window / stride) // roles),
             "product": _products_read(u_shape, grid, device).flatten(),
         }
-        absent = (first_NW < 0).mT[:, None, :, None] if grid[2] < 0 else None
+        absent = (token_WN < 0)[:, None, :, None] if origin < 0 else None
         kept = _index_type(tables)
-        return _Tables(shape=(grid[0], batch, count, groups), absent=absent, **{name: x.to(kept).contiguous() for name, x in tables.items()})
+        return _Tables(shape=(window, batch, count, groups), absent=absent, **{name: x.to(kept).contiguous() for name, x in tables.items()})
 
 
 _small_tables, _large_tables = lru_cache(maxsize=64)(_made_tables), lru_cache(maxsize=8)(_made_tables)

@@ -1,4 +1,4 @@
-"""Gated pooling of windows side by side (window == stride): they are views of the rows. Windows that overlap are pooled `by_role`, without windows.
+"""Gated pooling of windows side by side, or of one alone: they are views of the rows. Windows that overlap are pooled `by_role`, without windows.
 
 Shapes: B batch, T rows, N summaries, W window, S stride, C hidden width, F features, G kv heads, D head dim, E gate channels (1 or D),
 X gate outputs (branches x kv heads x gate channels).

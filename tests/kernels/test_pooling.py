@@ -56,8 +56,9 @@ def by_roles(parts: Sequence[torch.Tensor], grid: Grid, kind: str) -> tuple[torc
     return summaries, by_role.gates(z, **cut).unflatten(-1, (GROUPS, -1))
 
 
-def paths(grid: Grid) -> list[Path]:
-    return [by_views, by_roles] if grid[0] == grid[1] else [by_roles]
+def paths(grid: Grid, count: int = 2) -> list[Path]:
+    """Those that the compressor takes for `count` windows of a grid, on one device or another."""
+    return [by_views, by_roles] if grid[0] == grid[1] or count == 1 else [by_roles]
 
 
 def plain(parts: Sequence[torch.Tensor], grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,6 +108,17 @@ def test_pooling_equals_the_reference_anywhere(data: st.DataObject) -> None:
     length, kind = data.draw(st.integers(1, 45)), data.draw(st.sampled_from(KINDS))
     for path in paths(grid):
         compare(path, grid, length, kind, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_window_alone_equals_the_reference(kind: str, dtype: torch.dtype) -> None:
+    """As decoding pools it, whatever the stride."""
+    for grid in GRIDS:
+        length = grid[2] + grid[0]
+        assert visibility.num_windows(length, *grid) == 1
+        for path in paths(grid, 1):
+            compare(path, grid, length, kind, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
