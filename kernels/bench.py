@@ -1,11 +1,12 @@
 """Bytes, flops, floor, time and achieved fraction of the floor of the kernels, beside dense attention and the plain PyTorch reference.
 
-    python -m mitigate.kernels.bench [--quick] [--scaling] [--json FILE]
+    python -m mitigate.kernels.bench [--quick] [--scaling] [--threads N] [--json FILE]
     python -m mitigate.kernels.bench --gpu-check [--json FILE]    # on a GPU: right first, then how fast; within five minutes
 
-On a GPU times are medians between events. On a CPU they are CPU time of one thread (set OMP_NUM_THREADS=1); since other work still disturbs
-through the caches, the ways of a case take turns in one run and their medians are compared. The floor of a CPU comes from a matrix product and a
-copy in the same run. The table for an H200-class card is computed, not measured.
+Times are medians: between events on a GPU, CPU time of one thread (what a worker of a search trains on), wall clock of several, since threads that wait
+for each other would count as work. The ways of a case take turns in one run, in a random order, each timed right after an untimed
+call of itself, so that a slow minute of the machine and the caches that another way left behind are nobody's fault. The floor of a CPU comes from a
+matrix product and a copy in the same run. The table for an H200-class card is computed, not measured.
 
 Shapes: B batch, T tokens, N summaries, P pairs of a query and an entry it sees, H query heads, G kv heads, D head dim, W window, S stride, L local
 length, R = ceil(W/S), Z and U roles of logits and payload, E gate channels.
@@ -16,13 +17,14 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -30,90 +32,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from mitigate.kernels import blocked, by_role, ops, reference, stream, visibility
+from mitigate.kernels import blocked, by_role, ops, reference
+from mitigate.kernels.cases import ATTEND, POOL, AttendCase, PoolCase, expected, floor
+from mitigate.kernels.checks import Check, check_attend, check_pool, check_table, dtype_name, small_checks
 
 Way = Callable[[], Any]
-H200 = {"bytes_per_s": 4.3e12, "flops_per_s": 790e12}  # copy and bf16 rates of an H200-class card
 LENGTHS = (1024, 2048, 4096, 8192, 16384)  # of the scaling table
-
-
-# cases -----------------------------------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttendCase:
-    """One attention shape; origin 0."""
-
-    batch: int
-    heads: int
-    groups: int
-    length: int
-    dim: int
-    window: int
-    stride: int
-    local: int
-
-    @property
-    def windows(self) -> int:
-        """N."""
-        return visibility.num_windows(self.length, self.window, self.stride, 0)
-
-    @property
-    def pairs(self) -> int:
-        """P: entries seen, summed over queries."""
-        t = torch.arange(self.length)
-        grid = (self.window, self.stride, 0)
-        return int((visibility.num_completed(t, *grid) + t - visibility.exact_lo(t, *grid, self.local) + 1).sum())
-
-    def flops(self, part: str) -> float:
-        """Of the forward pass, ``4BHDP``, or of the backward pass, ``10BHDP`` (fused) or ``14BHDP`` (dq and dk/dv apart, as on a GPU)."""
-        return {"fwd": 4, "bwd": 10, "bwd-split": 14}[part] * self.batch * self.heads * self.dim * self.pairs
-
-    def bytes(self, part: str, element: int) -> float:
-        """Least traffic: q, out, keys and values once; backward also dout, dq and the gradients of keys and values."""
-        once = self.batch * self.dim * (2 * self.length * self.heads + 2 * (self.windows + self.length) * self.groups) * element
-        return once if part == "fwd" else 2 * once
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolCase:
-    """One pooling shape, one branch; origin 0."""
-
-    batch: int
-    groups: int
-    length: int
-    dim: int
-    window: int
-    stride: int
-    channels: int
-    roles_u: int = 1
-
-    @property
-    def windows(self) -> int:
-        """N."""
-        return visibility.num_windows(self.length, self.window, self.stride, 0)
-
-    @property
-    def roles(self) -> int:
-        """R."""
-        return -(-self.window // self.stride)
-
-    def bytes(self, part: str, element: int) -> float:
-        """Least traffic of one branch: payload and logits once and the results; backward also their gradients."""
-        rows = element * self.length * (self.roles_u * self.dim + self.roles * self.channels)
-        if part == "fwd":
-            return self.batch * self.groups * (rows + element * self.windows * self.dim + 4 * self.windows * self.channels)
-        return self.batch * self.groups * (2 * rows + self.windows * (2 * element * self.dim + 4 * self.channels))
-
-
-ATTEND = (
-    AttendCase(batch=16, heads=4, groups=4, length=256, dim=32, window=16, stride=8, local=32),
-    AttendCase(batch=4, heads=4, groups=4, length=1024, dim=32, window=16, stride=8, local=32),
-    AttendCase(batch=32, heads=4, groups=1, length=128, dim=32, window=8, stride=8, local=16),
-)
-POOL = tuple(PoolCase(batch=16, groups=4, length=256, dim=32, window=16, stride=8, channels=channels) for channels in (1, 32))
-
-
 COMPILED_FROM = 10  # rounds from which the compiled way, which takes half a minute to make, is timed too
 
 
@@ -121,22 +45,24 @@ COMPILED_FROM = 10  # rounds from which the compiled way, which takes half a min
 
 
 def medians(ways: dict[str, Way], repeats: int, device: torch.device) -> dict[str, float]:
-    """Median seconds of each way; they take turns, another one first in every round, and the first two rounds warm up."""
+    """Median seconds of each way; they take turns, in another order in every round, and each call timed follows one of its own that is not."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     timed = _cuda_seconds if device.type == "cuda" else _cpu_seconds
-    names = list(ways)
-    for turn in range(repeats + 2):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+    names, order = list(ways), random.Random(0)
+    for _ in range(repeats + 1):
+        order.shuffle(names)
+        for name in names:
+            ways[name]()
             seconds[name].append(timed(ways[name]))
-    return {name: statistics.median(found[2:]) for name, found in seconds.items()}
+    return {name: statistics.median(found[1:]) for name, found in seconds.items()}
 
 
 def _cpu_seconds(way: Way) -> float:
-    """CPU time of this process, so that waiting for a core does not count; use one thread."""
-    start = time.process_time()
+    """CPU time of one thread, so that waiting for a core does not count; wall clock of several."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
     way()
-    return time.process_time() - start
+    return clock() - start
 
 
 def _cuda_seconds(way: Way) -> float:
@@ -157,11 +83,6 @@ def machine(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     y = torch.empty_like(x)
     seconds = medians({"product": lambda: a @ a, "copy": lambda: y.copy_(x)}, 7, device)
     return {"flops_per_s": 2 * size**3 / seconds["product"], "bytes_per_s": 2 * x.numel() / seconds["copy"]}
-
-
-def floor(flops: float, traffic: float, rates: dict[str, float]) -> float:
-    """Seconds that neither the arithmetic nor the memory can beat."""
-    return max(flops / rates["flops_per_s"], traffic / rates["bytes_per_s"])
 
 
 def forward_backward(run: Callable[..., torch.Tensor], leaves: Sequence[torch.Tensor], weight: torch.Tensor) -> Way:
@@ -331,196 +252,7 @@ def bench_scaling(lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     return found
 
 
-# expected on a card that nobody measured yet ---------------------------------------------------------------------------------------------------------
-
-
-def expected() -> list[dict[str, Any]]:
-    """Floors on an H200-class card, bf16: computed, not measured."""
-    long = 65536
-    found = []
-    shape = {"batch": 1, "groups": 8, "length": long, "dim": 128, "window": 32, "stride": 16}
-    pools = {
-        "pool T=64k G=8 W=32 S=16 scalar, two branches": (2, PoolCase(**shape, channels=1)),
-        "pool T=64k G=8 W=32 S=16 vector, two branches": (2, PoolCase(**shape, channels=128)),
-        "pool T=64k G=8 W=32 S=16 scalar, payload per role, two branches": (2, PoolCase(**shape, channels=1, roles_u=2)),
-        "pool T=64k G=8 W=32 S=16 vector, payload per role, two branches": (2, PoolCase(**shape, channels=128, roles_u=2)),
-        "pool CSA T=64k G=1 D=512 W=8 S=4 vector, tied": (
-            1,
-            PoolCase(batch=1, groups=1, length=long, dim=512, window=8, stride=4, channels=512, roles_u=2),
-        ),
-    }
-    for name, (branches, case) in pools.items():
-        times = {part: branches * case.bytes(part, 2) / H200["bytes_per_s"] for part in ("fwd", "bwd")}
-        found.append({"case": name, "fwd_us": 1e6 * times["fwd"], "bwd_us": 1e6 * times["bwd"], "dense_fwd_us": None})
-    for length in (long, 8192):
-        attended = AttendCase(batch=1, heads=32, groups=8, length=length, dim=128, window=16, stride=16, local=512)
-        times = {part: floor(attended.flops(part), attended.bytes(part, 2), H200) for part in ("fwd", "bwd-split")}
-        dense = 2 * attended.heads * attended.dim * length**2 / H200["flops_per_s"]
-        name = f"attend T={length // 1024}k H=32 W=S=16 L=512"
-        found.append({"case": name, "fwd_us": 1e6 * times["fwd"], "bwd_us": 1e6 * times["bwd-split"], "dense_fwd_us": 1e6 * dense})
-    entries = 131072 // 16 + 512
-    traffic = [2 * 2 * 32 * 8 * 128 * n for n in (entries, 131072)]
-    seconds = [n / H200["bytes_per_s"] for n in traffic]
-    found.append({"case": "decode B=32 T=128k G=8 S=16 L=512", "fwd_us": 1e6 * seconds[0], "bwd_us": None, "dense_fwd_us": 1e6 * seconds[1]})
-    return found
-
-
-# self-check ------------------------------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """One kernel against the reference in fp64: largest error of output and gradients, and what the tolerance rule allows."""
-
-    kernel: str
-    backend: str
-    error: float
-    allowed: float
-    seconds: float
-
-    @property
-    def passed(self) -> bool:
-        """NaN fails."""
-        return self.error <= self.allowed
-
-
-def _worst(
-    fast: Callable[..., torch.Tensor], plains: Sequence[Callable[..., torch.Tensor]], parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
-) -> tuple[float, float]:
-    """The error of output and gradients that comes nearest to, or farthest over, what is allowed, and that."""
-
-    def results(run: Callable[..., torch.Tensor], kind: torch.dtype, where: torch.device) -> list[torch.Tensor]:
-        leaves = [x.to(dtype).to(where, kind).requires_grad_() for x in parts]
-        out = run(*leaves)
-        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(where, kind)
-        return [x.detach().cpu().double() for x in (out, *torch.autograd.grad(out, leaves, weight))]
-
-    exact = results(plains[0], torch.float64, torch.device("cpu"))
-    ours, theirs = results(fast, dtype, device), [results(plain, dtype, device) for plain in plains]
-    found = []
-    for index, (mine, right) in enumerate(zip(ours, exact, strict=True)):
-        plain = max(float((way[index] - right).abs().max()) for way in theirs)
-        allowed = 2 * (plain + torch.finfo(dtype).eps * float(right.abs().max()))
-        error = float((mine - right).abs().max()) if bool(torch.isfinite(mine).all()) else float("inf")
-        found.append((error, allowed))
-    return max(found, key=lambda pair: pair[0] / max(pair[1], 1e-300))
-
-
-def check_pool(case: PoolCase, device: torch.device, dtype: torch.dtype) -> Check:
-    """Pool against the reference."""
-    generator = torch.Generator().manual_seed(0)
-    z = torch.randn(case.batch, case.length, case.roles, case.groups, case.channels, generator=generator)
-    u = torch.randn(case.batch, case.length, case.groups, case.dim, generator=generator)
-    window, stride, origin = case.window, case.stride, 1 - case.stride
-    role = torch.arange(case.window, device=device) // case.stride
-
-    def plain(z: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-        return reference.pool(z[:, :, role.to(z.device)], u[:, :, None], window=window, stride=stride, origin=origin)[0]
-
-    start = time.perf_counter()
-    error, allowed = _worst(lambda z, u: ops.pool(z, u[:, :, None], window=window, stride=stride, origin=origin)[0], [plain], [z, u], dtype, device)
-    name = f"pool {'scalar' if case.channels == 1 else 'vector'} W{case.window} S{case.stride} D{case.dim} {_short(dtype)}"
-    return Check(kernel=name, backend=ops.backend(device), error=error, allowed=allowed, seconds=time.perf_counter() - start)
-
-
-def check_attend(case: AttendCase, device: torch.device, dtype: torch.dtype) -> Check:
-    """Attend with every bank against the reference."""
-    grid, origin, scale = (case.window, case.stride, 1 - case.stride), 1 - case.stride, case.dim**-0.5
-    count = visibility.num_windows(case.length, *grid)
-    generator = torch.Generator().manual_seed(0)
-    sizes = ((case.heads, case.length), *[(case.groups, count)] * 2, *[(case.groups, case.length)] * 2)
-    parts = [torch.randn(case.batch, n, h, case.dim, generator=generator) for h, n in sizes]
-    t = torch.arange(case.length)
-    bypass = t[reference.is_bypassed(t, stride=case.stride, origin=origin, phases=(0,))]
-    seen = reference.visible(t, t, count, window=case.window, stride=case.stride, origin=origin, local=case.local, bypass=(0,))
-
-    def plain(*parts: torch.Tensor, fused: bool = False) -> torch.Tensor:
-        q, ks, vs, k, v = (x.transpose(1, 2) for x in parts)
-        keys, values, visible = torch.cat([ks, k], dim=2), torch.cat([vs, v], dim=2), seen.to(q.device)
-        if fused:
-            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, scale=scale, enable_gqa=case.heads > case.groups)
-        else:
-            out = reference.attend(q, keys, values, visible, scale)
-        return out.transpose(1, 2)
-
-    def fast(*parts: torch.Tensor) -> torch.Tensor:
-        pos = bypass.to(parts[0].device)
-        q, ks, vs, k, v = parts
-        out, _ = ops.attend(
-            q,
-            ks,
-            vs,
-            k,
-            v,
-            window=case.window,
-            stride=case.stride,
-            origin=origin,
-            local=case.local,
-            scale=scale,
-            kb_BPGD=k[:, pos],
-            vb_BPGV=v[:, pos],
-            pos_b=pos,
-        )
-        return out
-
-    start = time.perf_counter()
-    error, allowed = _worst(fast, [plain, lambda *xs: plain(*xs, fused=True)], parts, dtype, device)
-    name = f"attend H{case.heads} G{case.groups} W{case.window} S{case.stride} D{case.dim} {_short(dtype)}"
-    return Check(kernel=name, backend=ops.backend(device), error=error, allowed=allowed, seconds=time.perf_counter() - start)
-
-
-def check_stream(device: torch.device, dtype: torch.dtype) -> Check:
-    """Streaming append in uneven pieces against one pass of the reference."""
-    window, stride, origin, length = 8, 4, -3, 61
-    generator = torch.Generator().manual_seed(0)
-    z, u = (torch.randn(2, length, n, 2, d, generator=generator).to(dtype) for n, d in ((2, 1), (1, 16)))
-    role = torch.arange(window) // stride
-
-    def one_pass(kind: torch.dtype) -> torch.Tensor:
-        return reference.pool(z.to(kind)[:, :, role], u.to(kind), window=window, stride=stride, origin=origin)[0].double()
-
-    right, plain = one_pass(torch.float64), one_pass(dtype)
-    start = time.perf_counter()
-    state = stream.start(2, 2, 16, window=window, stride=stride, origin=origin, device=device)
-    pieces = zip(z.to(device).split(7, dim=1), u.to(device).split(7, dim=1), strict=True)
-    found = torch.cat([stream.append(state, *piece) for piece in pieces], dim=1).cpu().double()
-    allowed = 2 * (float((plain - right).abs().max()) + torch.finfo(dtype).eps * float(right.abs().max()))
-    error = float((found - right).abs().max())
-    return Check(kernel=f"stream {_short(dtype)}", backend=f"torch-{device.type}", error=error, allowed=allowed, seconds=time.perf_counter() - start)
-
-
-def check_decode(device: torch.device, dtype: torch.dtype) -> Check:
-    """Split-K decoding of one query against the reference; needs Triton and its device."""
-    from mitigate.kernels import decode
-
-    grid, local, scale, length, groups, dim = (16, 16, 0), 32, 0.125, 3001, 2, 64
-    generator = torch.Generator().manual_seed(0)
-    count = visibility.num_windows(length, *grid)
-    q, ks, vs, k, v = (torch.randn(2, n, h, dim, generator=generator).to(dtype) for n, h in ((1, 8), *[(count, groups)] * 2, *[(length, groups)] * 2))
-    t = torch.arange(length)
-    visible = reference.visible(t[-1:], t, count, window=16, stride=16, origin=0, local=local)
-
-    def plain(kind: torch.dtype, where: torch.device) -> torch.Tensor:
-        a, b, c, d, e = (x.to(where, kind).transpose(1, 2) for x in (q, ks, vs, k, v))
-        out = reference.attend(a, torch.cat([b, d], dim=2), torch.cat([c, e], dim=2), visible.to(where), scale)
-        return out.transpose(1, 2).double().cpu()
-
-    start = time.perf_counter()
-    right, other = plain(torch.float64, torch.device("cpu")), plain(dtype, device)
-    low = visibility.exact_lo(length - 1, *grid, local)
-    held = [x.to(device) for x in (q[:, 0], ks, vs, k[:, low:], v[:, low:])]
-    found = decode.decode_fwd(*held, window=16, stride=16, local=local, scale=scale, position=length - 1, k_start=low)[0][:, None].double().cpu()
-    allowed = 2 * (float((other - right).abs().max()) + torch.finfo(dtype).eps * float(right.abs().max()))
-    error = float((found - right).abs().max())
-    return Check(kernel=f"decode {_short(dtype)}", backend=ops.backend(device), error=error, allowed=allowed, seconds=time.perf_counter() - start)
-
-
-def small_checks(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Check]:
-    """Every kernel that this device runs, on small shapes: about a second on a CPU."""
-    pools = [check_pool(PoolCase(batch=2, groups=2, length=93, dim=16, window=16, stride=8, channels=channels), device, dtype) for channels in (1, 16)]
-    attends = [check_attend(AttendCase(batch=2, heads=4, groups=groups, length=93, dim=16, window=16, stride=8, local=5), device, dtype) for groups in (1, 4)]
-    decodes = [check_decode(device, dtype)] if device.type == "cuda" and ops.has_triton() else []
-    return [*pools, *attends, *decodes, check_stream(device, dtype)]
+# on a GPU ------------------------------------------------------------------------------------------------------------------------------------------
 
 
 class NoGpu(RuntimeError):
@@ -585,10 +317,6 @@ def _gpu_attend(case: AttendCase, device: torch.device, rates: dict[str, float])
     return _entry("attend", asdict(case), flops, traffic, floor(flops, traffic, rates), seconds, "dense causal SDPA")
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # tables ----------------------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -605,7 +333,7 @@ def measure(device: torch.device, *, quick: bool = False, scaling: bool = False)
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "backend": ops.backend(device),
-        "dtype": _short(dtype),
+        "dtype": dtype_name(dtype),
         "repeats": repeats,
         "rates": rates,
         "kernels": [*attend, *pool],
@@ -648,16 +376,6 @@ def expected_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return ["expected on an H200-class card (4.3 TB/s, 790 TFLOP/s bf16): computed from the floors, not measured", head, *body]
 
 
-def check_table(checks: Sequence[Check]) -> list[str]:
-    """One line per check."""
-    lines = []
-    for check in checks:
-        verdict = "ok  " if check.passed else "FAIL"
-        numbers = f"error {check.error:.2e}, allowed {check.allowed:.2e}, {check.seconds:.2f} s"
-        lines.append(f"  {verdict} {check.kernel:40s} {check.backend:20s} {numbers}")
-    return lines
-
-
 def report(found: dict[str, Any]) -> list[str]:
     """What the command prints."""
     lines = []
@@ -675,15 +393,23 @@ def report(found: dict[str, Any]) -> list[str]:
     return lines + expected_table(found["expected"])
 
 
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: 0 done, 1 a check failed, 2 there is no GPU to check."""
     parser = argparse.ArgumentParser(prog="python -m mitigate.kernels.bench", description="Time the kernels beside dense attention and plain PyTorch.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     parser.add_argument("--quick", action="store_true", help="few repeats and short sequences")
     parser.add_argument("--scaling", action="store_true", help="also attend from 1,024 to 16,384 tokens, time and peak memory (CPU)")
+    parser.add_argument("--threads", type=_at_least_one, default=1, metavar="N", help="threads of the CPU; 1 unless told, as a search's worker has")
     parser.add_argument("--gpu-check", action="store_true", help="check all Triton kernels on a GPU, then time them, within five minutes")
     parser.add_argument("--one-length", nargs=3, metavar=("T", "WAY", "REPEATS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
     if arguments.one_length:
         length, way, repeats = arguments.one_length
         print(json.dumps(one_length(int(length), way, int(repeats))))

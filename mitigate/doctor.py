@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mitigate.kernels import bench, ops
+from mitigate.kernels import ops
+from mitigate.kernels.checks import Check, check_table, small_checks
 from mitigate.rows import installed_versions
 
 
@@ -27,7 +28,7 @@ class Examination:
 
     versions: dict[str, str]
     devices: tuple[Device, ...]
-    checks: tuple[bench.Check, ...]
+    checks: tuple[Check, ...]
     notes: tuple[str, ...]
 
     @property
@@ -40,7 +41,7 @@ def examine() -> Examination:
     """Look at devices and versions and check each kernel on each device: about a second on a CPU, longer where Triton must compile first."""
     cuda = torch.cuda.is_available()
     kinds = ["cpu", *(["cuda"] if cuda else [])]
-    checks = tuple(check for kind in kinds for check in bench.small_checks(torch.device(kind)))
+    checks = tuple(check for kind in kinds for check in small_checks(torch.device(kind)))
     return Examination(versions=installed_versions(), devices=devices(), checks=checks, notes=notes(cuda=cuda, triton=ops.has_triton()))
 
 
@@ -72,7 +73,7 @@ def text(found: Examination) -> str:
     lines.append("devices")
     lines += [f"  {device.name:14s} {device.details}\n  {'':14s} kernels: {device.backend}" for device in found.devices]
     lines.append("kernels against the reference in fp64")
-    lines += bench.check_table(found.checks)
+    lines += check_table(found.checks)
     lines += [f"note: {note}" for note in found.notes]
     failed = [check.kernel for check in found.checks if not check.passed]
     lines.append("all kernels agree with the reference" if found.healthy else f"WRONG: {', '.join(failed)}; do not trust results of this installation")

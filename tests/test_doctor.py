@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mitigate import doctor
-from mitigate.kernels import bench, ops
+from mitigate.kernels import ops
+from mitigate.kernels.checks import small_checks
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_a_failed_check_is_said_loudly(found: doctor.Examination, error: float, 
 def test_a_wrong_kernel_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     right = ops.attend
     monkeypatch.setattr(ops, "attend", lambda *args, **kwargs: (right(*args, **kwargs)[0] * 1.001, None))
-    checks = {check.kernel: check.passed for check in bench.small_checks(torch.device("cpu"))}
+    checks = {check.kernel: check.passed for check in small_checks(torch.device("cpu"))}
     assert not any(passed for name, passed in checks.items() if name.startswith("attend"))
     assert all(passed for name, passed in checks.items() if not name.startswith("attend"))
 
