@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from mitigate.kernels import attend, decode, pool, tiles, visibility
+from mitigate.kernels import append, attend, decode, pool, stream, tiles, visibility
 
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 ARCHITECTURES = (80, 90)
@@ -191,6 +191,26 @@ def run_pool(
     pool.pool_bwd(out, z, u, out, lse, **options)
 
 
+def run_append(
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    window: int = 32,
+    stride: int = 16,
+    length: int = 1,
+    seen: int = 1000,
+    origin: int = -3,
+    gate: str = "scalar",
+    roles_u: int = 1,
+) -> None:
+    """The append kernel; gates as in `run_pool`."""
+    u = torch.empty(2, length, roles_u, 2, dim, dtype=dtype)
+    roles = {"shared": 1, "uniform": 0}.get(gate, -(-window // stride))
+    z = torch.empty(2, length, roles, 2, dim if gate == "vector" else 1, dtype=dtype)
+    state = stream.start(2, 2, dim, window=window, stride=stride, origin=origin, channels=z.shape[4])
+    append.append(z, u, state.most, state.total, state.weighted, window=window, stride=stride, origin=origin, seen=seen)
+
+
 POOL_SHAPES = ((32, 16, 128, 1), (8, 4, 128, 2), (8, 4, 512, 2), (128, 128, 512, 1))  # window, stride, head dim, payload roles
 
 
@@ -206,6 +226,7 @@ def launches(dims: Sequence[int], dtypes: Sequence[str]) -> Iterator[tuple[str, 
         for (window, stride, dim, roles), gate in product(POOL_SHAPES if name != "fp16" else (), ("scalar", "vector")):
             case = f"{name} W={window} S={stride} D={dim} U={roles} {gate}"
             yield case, partial(run_pool, dim, dtype, window=window, stride=stride, origin=0, gate=gate, roles_u=roles), False
+            yield case, partial(run_append, dim, dtype, window=window, stride=stride, origin=0, gate=gate, roles_u=roles), False
     dtype = DTYPES[dtypes[0]]
     yield f"{dtypes[0]} D=128 V=64", partial(run_attend, 128, dtype, dim_v=64), False
     yield f"{dtypes[0]} D=128 H=G", partial(run_attend, 128, dtype, groups=4), False
@@ -216,6 +237,12 @@ def launches(dims: Sequence[int], dtypes: Sequence[str]) -> Iterator[tuple[str, 
     yield f"{dtypes[0]} D=128 fp32 gates", partial(run_pool, 128, dtype, gate_dtype=torch.float32), False
     for gate in ("shared", "uniform"):
         yield f"{dtypes[0]} D=128 {gate}", partial(run_pool, 128, dtype, gate=gate), False
+        yield f"{dtypes[0]} D=128 {gate}", partial(run_append, 128, dtype, gate=gate), False
+
+
+def has_products(name: str) -> bool:
+    """Whether a kernel multiplies matrices; the others go over their elements."""
+    return not any(word in name for word in ("pool", "append", "merge"))
 
 
 def build(arch: int, dims: Sequence[int], dtypes: Sequence[str]) -> tuple[list[Built], list[str]]:
@@ -225,7 +252,7 @@ def build(arch: int, dims: Sequence[int], dtypes: Sequence[str]) -> tuple[list[B
         with recorded(arch, case) as found:
             launch()
         for kernel in found:
-            dots = "pool" not in kernel.name and "merge" not in kernel.name
+            dots = has_products(kernel.name)
             broken.extend(kernel.violations(tensor_cores=dots and not case.startswith("fp32"), aligned=dots and wide))
         built.extend(found)
     return built, broken
@@ -240,6 +267,8 @@ def binaries(arch: int, dim: int = 128, lengths: Sequence[int] = LENGTHS, origin
                 run_attend(dim, torch.bfloat16, length=length, origin=origin)
                 run_decode(dim, torch.bfloat16, length=length, origin=origin)
                 run_pool(dim, torch.bfloat16, length=length, origin=origin)
+                for new in (1, 7):
+                    run_append(dim, torch.bfloat16, length=new, seen=length, origin=origin)
             for kernel in found:
                 seen.setdefault(kernel.name, set()).add(kernel.hash)
     return {name: len(hashes) for name, hashes in seen.items()}

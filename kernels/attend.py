@@ -16,13 +16,11 @@ Shapes: B batch, Tq queries, Tk exact tokens, N summaries, P bypassed tokens, H 
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 import triton
 from triton import language as tl
 
-from mitigate.kernels import tiles, visibility
+from mitigate.kernels import arguments, tiles, visibility
 from mitigate.kernels.visibility import end_jit, exact_lo_jit, num_completed_jit, reader_end_jit, sequence_rows_jit
 
 # Numbers that differ from call to call: no kernel is compiled anew for them.
@@ -409,7 +407,7 @@ def attend_bwd(
     from that of its exact row; positions are distinct, so the caller adds them by index.
     """
     call = _Call(q_BTHD, ks_BNGD, vs_BNGV, k_BTGD, v_BTGV, kb_BPGD, vb_BPGV, pos_b, (window, stride, origin), local, q_start, k_start, cu_seqlens, cu_bypass)
-    call.same_dtype(dout=dout_BTHV, out=out_BTHV)
+    arguments.check_dtype("attend", q_BTHD, dout=dout_BTHV, out=out_BTHV)
     tiles.unit_last(out=out_BTHV)
     batch, length, heads, dim = q_BTHD.shape
     widest = max(dim, v_BTGV.shape[-1])
@@ -470,12 +468,11 @@ class _Call:
         kb: torch.Tensor | None, vb: torch.Tensor | None, pos_b: torch.Tensor | None,
         grid: tuple[int, int, int], local: int, q_start: int | None, k_start: int, cu_seqlens: torch.Tensor | None, cu_bypass: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        if not (1 <= grid[1] <= grid[0] and -grid[0] < grid[2] <= 0 and local >= 0):
-            raise ValueError(f"attend: needs 1 <= stride <= window, -window < origin <= 0 and local >= 0, got {grid} and {local}")
+        arguments.check_grid("attend", *grid)
+        arguments.check_local("attend", local)
+        arguments.check_banks("attend", q, "BTHD", ks=ks, vs=vs, k=k, v=v, kb=kb, vb=vb, pos_b=pos_b)
+        tiles.unit_last(q=q, ks=ks, vs=vs, k=k, v=v, kb=kb, vb=vb)
         self.q, self.ks, self.vs, self.k, self.v, self.kb, self.vb = q, ks, vs, k, v, kb, vb
-        self._check_shapes()
-        if (kb is None) != (pos_b is None):
-            raise ValueError("attend: kb, vb and pos_b come together")
         self.bypassed = 0 if kb is None else kb.shape[1]
         self.pos_b = None if pos_b is None or kb is None else pos_b.to(torch.int32)
         self.stride_pb = 0 if self.pos_b is None or self.pos_b.dim() == 1 else self.pos_b.stride(0)
@@ -487,7 +484,7 @@ class _Call:
             self._pack(cu_seqlens, cu_bypass, grid)
             start = k_start = 0
         elif queries:
-            self._check_positions(start, k_start, grid, local)
+            arguments.check_positions(grid, local, queries=queries, q_start=start, exact=rows, k_start=k_start, summaries=ks.shape[1])
         self.packed = cu_seqlens is not None
         # A longer local window than there are positions is no different, and stays clear of the integers' end.
         self.positions = (start, k_start, *grid, min(local, start + queries))
@@ -500,48 +497,17 @@ class _Call:
             "REPEAT": q.shape[2] // max(k.shape[2], 1), "D": dim, "V": dim_v, "BD": tiles.power(dim, 16), "BV": tiles.power(dim_v, 16), "VARLEN": self.packed,
         }  # fmt: skip
 
-    def _check_shapes(self) -> None:
-        q, ks, vs, k, v, kb, vb = self.q, self.ks, self.vs, self.k, self.v, self.kb, self.vb
-        if (kb is None) != (vb is None):
-            raise ValueError("attend: kb, vb and pos_b come together")
-        heads, groups = q.shape[2], k.shape[2]
-        if heads % max(groups, 1) or (groups == 0 and heads):
-            raise ValueError(f"attend: {groups} kv heads must divide {heads} query heads")
-        for key, value in ((ks, vs), (k, v), (kb, vb)):
-            if key is None or value is None:
-                continue
-            if (key.shape[0], key.shape[2:], value.shape) != (q.shape[0], (groups, q.shape[3]), (*key.shape[:3], v.shape[3])):
-                raise ValueError(f"attend: q {tuple(q.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} do not fit")
-        self.same_dtype(ks=ks, vs=vs, k=k, v=v, kb=kb, vb=vb)
-        tiles.unit_last(q=q, ks=ks, vs=vs, k=k, v=v, kb=kb, vb=vb)
-
-    def _check_positions(self, q_start: int, k_start: int, grid: tuple[int, int, int], local: int) -> None:
-        last = q_start + self.q.shape[1] - 1
-        if q_start < 0 or not k_start <= visibility.exact_lo(q_start, *grid, local) or last >= k_start + self.k.shape[1]:
-            held = f"[{k_start}, {k_start + self.k.shape[1]})"
-            raise ValueError(f"attend: queries {q_start} .. {last} need exact tokens from {visibility.exact_lo(q_start, *grid, local)} on, held are {held}")
-        if visibility.num_completed(last, *grid) > self.ks.shape[1]:
-            raise ValueError(f"attend: the query at {last} sees {visibility.num_completed(last, *grid)} summaries, held are {self.ks.shape[1]}")
-
     def _pack(self, cu_seqlens: torch.Tensor, cu_bypass: torch.Tensor | None, grid: tuple[int, int, int]) -> None:
         q, k = self.q, self.k
-        starts = cu_seqlens.tolist()
-        lengths = [stop - start for start, stop in pairwise(starts)]
+        lengths = arguments.sequence_lengths("attend", "cu_seqlens", cu_seqlens, q.shape[1])
         counts = [visibility.num_windows(n, *grid) for n in lengths]
-        if q.shape[0] != 1 or q.shape[1] != k.shape[1] or sum(lengths) != q.shape[1] or sum(counts) != self.ks.shape[1]:
-            raise ValueError(f"attend: packed sequences need B = 1, Tq = Tk = {sum(lengths)}, N = {sum(counts)}: q {q.shape}, k {k.shape}, ks {self.ks.shape}")
-        if self.kb is not None and cu_bypass is None:
-            raise ValueError("attend: packed sequences with bypassed tokens need cu_bypass")
+        arguments.check_packed(q, k, self.ks, sum(counts))
+        bypassed = arguments.bypass_lengths(cu_bypass, self.bypassed, sequences=len(lengths))
         self.sequences, self.most_tokens, self.most_windows = len(lengths), max(lengths, default=0), max(counts, default=0)
         if cu_bypass is not None:
-            self.most_bypassed = max((stop - start for start, stop in pairwise(cu_bypass.tolist())), default=0)
+            self.most_bypassed = max(bypassed, default=0)
             cu_bypass = cu_bypass.to(torch.int32)
         self.starts = (cu_seqlens.to(torch.int32), visibility.cu_windows(cu_seqlens, *grid), cu_bypass)
-
-    def same_dtype(self, **tensors: torch.Tensor | None) -> None:
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.dtype != self.q.dtype:
-                raise TypeError(f"attend: {name} must have the dtype of q, {self.q.dtype}, got {tensor.dtype}")
 
     def bank(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int]:
         """Keys, values, where sequences start, rows of the longest one, number of the first row."""

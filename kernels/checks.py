@@ -128,10 +128,10 @@ def check_stream(device: torch.device, dtype: torch.dtype) -> Check:
     start = time.perf_counter()
     state = stream.start(2, 2, 16, window=window, stride=stride, origin=origin, device=device)
     pieces = zip(z.to(device).split(7, dim=1), u.to(device).split(7, dim=1), strict=True)
-    found = torch.cat([stream.append(state, *piece) for piece in pieces], dim=1).cpu().double()
+    found = torch.cat([ops.append(state, *piece) for piece in pieces], dim=1).cpu().double()
     allowed = 2 * (float((plain - right).abs().max()) + torch.finfo(dtype).eps * float(right.abs().max()))
     error = float((found - right).abs().max())
-    return Check(kernel=f"stream {dtype_name(dtype)}", backend=f"torch-{device.type}", error=error, allowed=allowed, seconds=time.perf_counter() - start)
+    return Check(kernel=f"append {dtype_name(dtype)}", backend=ops.backend(device), error=error, allowed=allowed, seconds=time.perf_counter() - start)
 
 
 def check_decode(device: torch.device, dtype: torch.dtype) -> Check:

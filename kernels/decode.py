@@ -15,7 +15,7 @@ import torch
 import triton
 from triton import language as tl
 
-from mitigate.kernels import tiles
+from mitigate.kernels import arguments, tiles
 from mitigate.kernels.attend import base, count_below, fwd_bank
 from mitigate.kernels.visibility import exact_lo_jit, num_completed_jit
 
@@ -143,7 +143,8 @@ def decode_fwd(
         TypeError: tensors of different dtypes.
         ValueError: shapes that do not fit, a last dimension that is not contiguous, tensors on several devices. Positions are not read on the host.
     """
-    _check(q_BHD, ks_BNGD, vs_BNGV, k_BXGD, v_BXGV, kb_BPGD, vb_BPGV, pos_b)
+    arguments.check_banks("decode", q_BHD, "BHD", ks=ks_BNGD, vs=vs_BNGV, k=k_BXGD, v=v_BXGV, kb=kb_BPGD, vb=vb_BPGV, pos_b=pos_b)
+    tiles.unit_last(q=q_BHD, ks=ks_BNGD, vs=vs_BNGV, k=k_BXGD, v=v_BXGV, kb=kb_BPGD, vb=vb_BPGV)
     batch, heads, dim = q_BHD.shape
     summaries, groups, dim_v = ks_BNGD.shape[1], ks_BNGD.shape[2], v_BXGV.shape[-1]
     device = q_BHD.device
@@ -179,22 +180,3 @@ def _per_sequence(value: int | torch.Tensor, batch: int, device: torch.device) -
     if isinstance(value, torch.Tensor):
         return value.to(torch.int32).expand(batch).contiguous()
     return torch.full((batch,), value, dtype=torch.int32, device=device)
-
-
-def _check(q: torch.Tensor, *banks: torch.Tensor | None) -> None:
-    ks, vs, k, v, kb, vb, pos_b = banks
-    assert ks is not None and vs is not None and k is not None and v is not None
-    batch, heads, dim = q.shape
-    groups, dim_v = k.shape[2], v.shape[3]
-    if heads % max(groups, 1) or (groups == 0 and heads):
-        raise ValueError(f"decode: {groups} kv heads must divide {heads} query heads")
-    if not (kb is None) == (vb is None) == (pos_b is None):
-        raise ValueError("decode: kb, vb and pos_b come together")
-    for key, value in ((ks, vs), (k, v), (kb, vb)):
-        if key is None or value is None:
-            continue
-        if (key.shape[0], key.shape[2:], value.shape) != (batch, (groups, dim), (*key.shape[:3], dim_v)):
-            raise ValueError(f"decode: q {tuple(q.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} do not fit")
-        if key.dtype != q.dtype or value.dtype != q.dtype:
-            raise TypeError(f"decode: all tensors must have the dtype of q, {q.dtype}, got {key.dtype} and {value.dtype}")
-    tiles.unit_last(q=q, ks=ks, vs=vs, k=k, v=v, kb=kb, vb=vb)

@@ -1,8 +1,8 @@
-"""Pool, attend and decode as PyTorch operators: the one door to the kernels, for every device, under autograd and `torch.compile`.
+"""Pool, attend, decode and append as PyTorch operators: the one door to the kernels, for every device, under autograd and `torch.compile`.
 
 Forward and backward are separate operators, each with a fake that shares the counts of `visibility`. On a CUDA device they run the Triton kernels,
-elsewhere, and where Triton is not installed, the plain PyTorch of `by_role` and `blocked`. Triton is imported on the first CUDA call.
-The log-sum-exp that pool and attend return has no gradient.
+elsewhere, and where Triton is not installed, the plain PyTorch of `by_role`, `blocked` and `stream`. Triton is imported on the first CUDA call.
+The log-sum-exp that pool and attend return has no gradient, and append has none at all.
 
 A model with a variant goes through these operators on the kinds of device in `OPERATED`; on others it calls `views`, `by_role` and `blocked` directly,
 which is faster there: weights are kept for the backward pass, and no dispatch stands in between.
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mitigate.kernels import blocked, by_role, visibility
+from mitigate.kernels import arguments, blocked, by_role, stream, visibility
 
 OPERATED = frozenset({"cuda"})  # kinds of device on which a model's pooling and attention are these operators
 TRITON = frozenset({"cuda"})  # kinds of device on which the operators run Triton kernels, where it is installed
@@ -67,12 +67,18 @@ def pool(z_BTZGE: Tensor | None, u_BTUGD: Tensor, *, window: int, stride: int, o
 
     Returns:
         summaries [B, N, G, D] in the payload's dtype; log-sum-exp [B, N, G, E] in fp32 (fp64 for fp64 logits).
+
+    Raises:
+        TypeError: numbers that are not floating-point.
+        ValueError: a grid out of its bounds, shapes that do not fit it, sequences that are not all of the tokens.
     """
+    arguments.check_grid("pool", window, stride, origin)
+    arguments.check_pool("pool", z_BTZGE, u_BTUGD, window, stride)
     z = u_BTUGD.new_empty(*u_BTUGD.shape[:2], 0, u_BTUGD.shape[3], 1) if z_BTZGE is None else z_BTZGE
     if cu_seqlens is None:
         windows = visibility.num_windows(u_BTUGD.shape[1], window, stride, origin)
     else:
-        windows = sum(visibility.num_windows(n, window, stride, origin) for n in _lengths(cu_seqlens))
+        windows = sum(visibility.num_windows(n, window, stride, origin) for n in arguments.packed_lengths(cu_seqlens, u_BTUGD))
     found: tuple[Tensor, Tensor] = _pool(z, u_BTUGD, window, stride, origin, windows, cu_seqlens)
     return found
 
@@ -177,7 +183,14 @@ def attend(
 
     Returns:
         out [B, T, H, V]; log-sum-exp of the logits [B, T, H] in fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        TypeError: several dtypes.
+        ValueError: a grid out of its bounds, shapes that do not fit, banks that lack what a query sees.
     """
+    arguments.check_grid("attend", window, stride, origin)
+    arguments.check_local("attend", local)
+    arguments.check_banks("attend", q_BTHD, "BTHD", ks=ks_BNGD, vs=vs_BNGV, k=k_BTGD, v=v_BTGV, kb=kb_BPGD, vb=vb_BPGV, pos_b=pos_b)
     kb = k_BTGD[:, :0] if kb_BPGD is None else kb_BPGD
     vb = v_BTGV[:, :0] if vb_BPGV is None else vb_BPGV
     pos = torch.empty(0, dtype=torch.int32, device=q_BTHD.device) if pos_b is None else pos_b
@@ -220,6 +233,10 @@ def _attend(
         return out.transpose(1, 2), lse.transpose(1, 2)
 
     grid = (window, stride, origin)
+    if cu_seqlens is None:
+        arguments.check_places(pos)
+    if cu_seqlens is None and q.shape[1]:
+        arguments.check_positions(grid, local, queries=q.shape[1], q_start=q_start, exact=k.shape[1], k_start=k_start, summaries=ks.shape[1])
     calls = _calls((q, ks, vs, k, v, kb, vb), pos, grid, local, q_start, k_start, cu_seqlens, cu_bypass)
     empty = (q.new_empty(q.shape[0], 0, q.shape[2], v.shape[3]), q.new_empty(q.shape[0], 0, q.shape[2], dtype=_wide(q)))
     return _joined([one(parts, plan) for parts, plan in calls], like=empty)
@@ -362,8 +379,18 @@ def decode(
         out [B, H, V].
 
     Raises:
-        ValueError: a bank does not hold what the query sees.
+        TypeError: several dtypes.
+        ValueError: a grid out of its bounds, shapes that do not fit, a bank that does not hold what the query sees.
     """
+    arguments.check_grid("decode", window, stride, origin)
+    arguments.check_local("decode", local)
+    if (kb_BPGD is None) != (vb_BPGV is None):
+        raise ValueError("decode: kb and vb come together")
+    none_bypassed = {"kb": None, "vb": None, "pos_b": None}
+    bypassed = none_bypassed if kb_BPGD is None else {"kb": kb_BPGD, "vb": vb_BPGV, "pos_b": kb_BPGD.new_empty(kb_BPGD.shape[1])}
+    arguments.check_banks("decode", q_BHD, "BHD", ks=ks_BNGD, vs=vs_BNGV, k=k_BXGD, v=v_BXGV, **bypassed)
+    if position < 0:
+        raise ValueError(f"decode: position must be at least 0, got {position}")
     low = visibility.exact_lo(position, window, stride, origin, local)
     counts = (visibility.num_completed(position, window, stride, origin), position + 1 - low)
     if (ks_BNGD.shape[1], k_BXGD.shape[1]) != counts:
@@ -467,6 +494,49 @@ def _decode_autograd(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 _decode.register_autograd(_decode_autograd, setup_context=_decode_context)
 
 
+# append ----------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def append(state: stream.State, z_BTZGE: Tensor | None, u_BTUGD: Tensor) -> Tensor:
+    """Take in the next T tokens of a stream; changes the state in place.
+
+    Args:
+        state: of `stream.start`, on the device of the tokens; on CUDA its sums are fp32.
+        z_BTZGE: gate logits by role, bias included; Z = 1: one logit for all roles; None: uniform gates.
+        u_BTUGD: payload by role; U = 1: one payload for all roles.
+
+    Returns:
+        the summaries that became complete, [B, n, G, D] in the payload's dtype: windows ``num_windows(seen before) ..``, in order.
+
+    Raises:
+        TypeError: numbers that are not floating-point.
+        ValueError: shapes that do not fit the state.
+    """
+    stream.check(state, z_BTZGE, u_BTUGD)
+    z = u_BTUGD.new_empty(*u_BTUGD.shape[:2], 0, u_BTUGD.shape[3], 1) if z_BTZGE is None else z_BTZGE
+    grid = (state.window, state.stride, state.origin)
+    seen, after = state.seen, state.seen + u_BTUGD.shape[1]
+    count = visibility.num_windows(after, *grid) - visibility.num_windows(seen, *grid)
+    found: Tensor = _append(z, u_BTUGD, state.most, state.total, state.weighted, *grid, seen, count)
+    state.seen = after
+    return found
+
+
+@torch.library.custom_op("mitigate::append", mutates_args=("most", "total", "weighted"))
+def _append(z: Tensor, u: Tensor, most: Tensor, total: Tensor, weighted: Tensor, window: int, stride: int, origin: int, seen: int, count: int) -> Tensor:
+    if runs_triton(u.device):
+        from mitigate.kernels import append as kernel
+
+        return kernel.append(_unit(z), _unit(u), most, total, weighted, window=window, stride=stride, origin=origin, seen=seen)
+    state = stream.State(window=window, stride=stride, origin=origin, seen=seen, most=most, total=total, weighted=weighted)
+    return stream.append(state, z, u)
+
+
+@_append.register_fake
+def _(z: Tensor, u: Tensor, most: Tensor, total: Tensor, weighted: Tensor, window: int, stride: int, origin: int, seen: int, count: int) -> Tensor:
+    return u.new_empty(u.shape[0], count, *u.shape[3:])
+
+
 # helpers ---------------------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -494,9 +564,10 @@ def _calls(
 
     if cu_seqlens is None:
         return [planned(turned, pos, q_start, k_start)]
-    lengths = _lengths(cu_seqlens)
+    lengths = arguments.sequence_lengths("attend", "cu_seqlens", cu_seqlens, parts[0].shape[1])
     counts = [visibility.num_windows(n, *grid) for n in lengths]
-    bypassed = [0] * len(lengths) if cu_bypass is None else _lengths(cu_bypass)
+    arguments.check_packed(parts[0], parts[3], parts[1], sum(counts))
+    bypassed = arguments.bypass_lengths(cu_bypass, parts[5].shape[1], sequences=len(lengths))
     sizes = (lengths, counts, counts, lengths, lengths, bypassed, bypassed)
     split = zip(*[x.split(size, dim=2) for x, size in zip(turned, sizes, strict=True)], strict=True)
     return [planned(list(banks), positions, 0, 0) for banks, positions in zip(split, pos.split(bypassed), strict=True)]

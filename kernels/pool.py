@@ -15,13 +15,11 @@ after another. Only the last dimension needs stride 1; nothing is copied.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 import triton
 from triton import language as tl
 
-from mitigate.kernels import tiles, visibility
+from mitigate.kernels import arguments, tiles, visibility
 from mitigate.kernels.visibility import sequence_rows_jit
 
 LENGTHS = ["T", "N", "origin", "group0", "stride_lb", "stride_ln", "stride_lg"]
@@ -240,24 +238,17 @@ class _Shape:
     """Sizes of one call, checked: roles, gate channels, and where packed sequences start."""
 
     def __init__(self, z: torch.Tensor | None, u: torch.Tensor, window: int, stride: int, origin: int, cu_seqlens: torch.Tensor | None) -> None:
-        if not (1 <= stride <= window and -window < origin <= 0):
-            raise ValueError(f"pool: needs 1 <= stride <= window and -window < origin <= 0, got window {window}, stride {stride}, origin {origin}")
+        arguments.check_grid("pool", window, stride, origin)
+        arguments.check_pool("pool", z, u, window, stride)
         self.roles = triton.cdiv(window, stride)
-        batch, length, roles_u, groups, dim = u.shape
+        batch, length = u.shape[:2]
         self.roles_z, self.channels = (0, 1) if z is None or z.shape[2] == 0 else (z.shape[2], z.shape[4])
-        if roles_u not in (1, self.roles) or self.roles_z not in (0, 1, self.roles) or self.channels not in (1, dim):
-            raise ValueError(f"pool: roles must be 1 or {self.roles} (gates also 0) and gate channels 1 or {dim}: z {z if z is None else z.shape}, u {u.shape}")
-        if z is not None and (z.shape[:2], z.shape[3]) != ((batch, length), groups):
-            raise ValueError(f"pool: z and u must agree in batch, tokens and kv heads, got {tuple(z.shape)} and {tuple(u.shape)}")
         tiles.unit_last(z=z, u=u)
         self.cu_tokens = self.cu_windows = None
         self.sequences, self.most_tokens = batch, length
         self.windows = self.most_windows = visibility.num_windows(length, window, stride, origin)
         if cu_seqlens is not None:
-            if batch != 1:
-                raise ValueError(f"pool: packed sequences need a batch of 1, got {batch}")
-            starts = cu_seqlens.tolist()
-            lengths = [stop - start for start, stop in pairwise(starts)]
+            lengths = arguments.packed_lengths(cu_seqlens, u)
             counts = [visibility.num_windows(n, window, stride, origin) for n in lengths]
             self.sequences, self.most_tokens = len(lengths), max(lengths, default=0)
             self.windows, self.most_windows = sum(counts), max(counts, default=0)

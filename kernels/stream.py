@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mitigate.kernels import visibility
+from mitigate.kernels import arguments, visibility
 
 
 @dataclass(kw_only=True)
@@ -72,10 +72,11 @@ def start(
         wide: dtype of the sums; fp64 is for tests.
 
     Raises:
-        ValueError: the grid is out of its bounds.
+        ValueError: the grid is out of its bounds, or a gate has neither one channel nor D.
     """
-    if not (1 <= stride <= window and -window < origin <= 0):
-        raise ValueError(f"stream: needs 1 <= stride <= window and -window < origin <= 0, got window {window}, stride {stride}, origin {origin}")
+    arguments.check_grid("stream", window, stride, origin)
+    if channels not in (1, dim):
+        raise ValueError(f"stream: channels must be 1 or {dim}, got {channels}")
     slots = math.ceil(window / stride)
     sums = {
         "most": torch.full((slots, batch, groups, channels), float("-inf"), dtype=wide, device=device),
@@ -85,16 +86,31 @@ def start(
     return State(window=window, stride=stride, origin=origin, seen=0, **sums)
 
 
-def append(state: State, z_BTZGE: torch.Tensor, u_BTUGD: torch.Tensor) -> torch.Tensor:
-    """Take in the next T tokens; changes the state in place.
+def check(state: State, z_BTZGE: torch.Tensor | None, u_BTUGD: torch.Tensor) -> None:
+    """TypeError or ValueError unless the tokens fit the state."""
+    arguments.check_pool("append", z_BTZGE, u_BTUGD, state.window, state.stride, state.most.shape[3])
+    held = (state.weighted.shape[1], *state.weighted.shape[2:])
+    if (u_BTUGD.shape[0], *u_BTUGD.shape[3:]) != held:
+        raise ValueError(f"append: u must have the state's batch, kv heads and head dim {held}, got {tuple(u_BTUGD.shape)}")
+
+
+def append(state: State, z_BTZGE: torch.Tensor | None, u_BTUGD: torch.Tensor) -> torch.Tensor:
+    """Take in the next T tokens; changes the state in place. Plain PyTorch; `ops.append` takes the device's kernel.
 
     Args:
-        z_BTZGE: gate logits by role, bias included.
+        z_BTZGE: gate logits by role, bias included; None or Z = 0 for uniform gates.
         u_BTUGD: payload by role.
 
     Returns:
         the summaries that became complete, [B, n, G, D] in the payload's dtype: windows ``num_windows(seen before) ..``, in order.
+
+    Raises:
+        TypeError: numbers that are not floating-point.
+        ValueError: shapes that do not fit the state.
     """
+    check(state, z_BTZGE, u_BTUGD)
+    if z_BTZGE is None or z_BTZGE.shape[2] == 0:
+        z_BTZGE = u_BTUGD.new_zeros(*u_BTUGD.shape[:2], 1, u_BTUGD.shape[3], 1)
     emitted = []
     first = state.seen
     while first < state.seen + z_BTZGE.shape[1] and z_BTZGE.shape[1]:

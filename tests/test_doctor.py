@@ -19,7 +19,7 @@ def found() -> doctor.Examination:
 
 def test_every_kernel_is_checked_and_right(found: doctor.Examination) -> None:
     assert found.healthy
-    assert {check.kernel.split()[0] for check in found.checks} >= {"pool", "attend", "stream"}
+    assert {check.kernel.split()[0] for check in found.checks} >= {"pool", "attend", "append"}
     assert all(0 < check.error <= check.allowed for check in found.checks)
     assert sum(check.seconds for check in found.checks) < 60
 

@@ -46,11 +46,12 @@ with aot.recorded({arch}, "bf16 D=128") as found:
     aot.run_attend(128, torch.bfloat16)
     aot.run_decode(128, torch.bfloat16)
     aot.run_pool(128, torch.bfloat16)
+    aot.run_append(128, torch.bfloat16)
 print(aot.table(found))
 names = {{kernel.name.split("_")[0] for kernel in found}}
-assert names == {{"attend", "decode", "pool"}}, names
+assert names == {{"append", "attend", "decode", "pool"}}, names
 for kernel in found:
-    dots = "pool" not in kernel.name and "merge" not in kernel.name
+    dots = aot.has_products(kernel.name)
     assert not (wrong := kernel.violations(tensor_cores=dots, aligned=dots)), wrong
     assert {arch} < 90 or "attend" not in kernel.name or kernel.wgmma, kernel
 # No length and no origin makes another binary, but that a batch stride of narrow gates is a multiple of 16 or not.
@@ -60,6 +61,7 @@ for length, origin in ((1000, 0), (1001, -1), (1008, -7), (2049, -4)):
         aot.run_attend(128, torch.bfloat16, length=length, origin=origin)
         aot.run_decode(128, torch.bfloat16, length=length, origin=origin)
         aot.run_pool(128, torch.bfloat16, length=length, origin=origin)
+        aot.run_append(128, torch.bfloat16, length=length % 7 + 1, seen=length, origin=origin)
     for kernel in again:
         counts.setdefault(kernel.name, set()).add(kernel.hash)
 assert all(len(hashes) <= 1 + name.startswith("pool") for name, hashes in counts.items()), {{name: len(hashes) for name, hashes in counts.items()}}

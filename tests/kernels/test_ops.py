@@ -11,7 +11,7 @@ from tiny_models import VARIANTS, attached, tiny, tokens, whole
 from tolerance import assert_as_good_as, gradients
 from transformers import DynamicCache
 
-from mitigate.kernels import ops, reference, visibility
+from mitigate.kernels import ops, reference, stream, visibility
 from mitigate.readout import logits_at
 
 Grid = tuple[int, int, int]
@@ -171,7 +171,7 @@ def test_a_cached_prefix_without_its_old_tokens() -> None:
         out, _ = ops.attend(*left, **named(grid), local=3, scale=0.4, k_start=low)
         torch.testing.assert_close(out, plain_attend(parts, grid, 3), atol=1e-12, rtol=0)
         if low < 32:
-            with pytest.raises(ValueError, match=r"plan\.held_from must be at most"):
+            with pytest.raises(ValueError, match=r"attend: queries 32 \.\. 40 need exact tokens from"):
                 ops.attend(q, ks, vs, k[:, low + 1 :], v[:, low + 1 :], **named(grid), local=3, scale=0.4, k_start=low + 1)
 
 
@@ -284,6 +284,43 @@ def test_opcheck(length: int) -> None:
     torch.library.opcheck(torch.ops.mitigate.decode.default, (*held, *grid, 4, 0.4, length))
     out = torch.ops.mitigate.decode(*held, *grid, 4, 0.4, length)
     torch.library.opcheck(torch.ops.mitigate.decode_backward.default, (*(x.detach() for x in (out, *held)), 0.4))
+
+
+@pytest.mark.parametrize("seen", [0, 6, 23])
+def test_opcheck_of_append(seen: int) -> None:
+    """It declares the tensors that it changes, and emits as many summaries as its fake says."""
+    grid, length = (8, 4, -3), 9
+    for z_shape, channels in (((2, length, 2, 2, 1), 1), ((2, length, 2, 2, 3), 3), ((2, length, 0, 2, 1), 1)):
+        z, u = draw(z_shape, (2, length, 1, 2, 3), dtype=torch.float32)
+        state = stream.start(2, 2, 3, **named(grid), channels=channels)
+        count = visibility.num_windows(seen + length, *grid) - visibility.num_windows(seen, *grid)
+        torch.library.opcheck(torch.ops.mitigate.append.default, (z, u, state.most, state.total, state.weighted, *grid, seen, count))
+
+
+def test_append_is_the_stream_and_compiles_whole() -> None:
+    grid = (8, 4, -4)
+    z, u = draw((2, 30, 2, 2, 1), (2, 30, 1, 2, 3), dtype=torch.float32)
+
+    def layer(state: stream.State, z: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        return ops.append(state, z, u) * 2
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    plain, eager, traced = (stream.start(2, 2, 3, **named(grid)) for _ in range(3))
+    for at, size in ((0, 11), (11, 1), (12, 18)):
+        part = z[:, at : at + size], u[:, at : at + size]
+        wanted = stream.append(plain, *part)
+        assert torch.equal(ops.append(eager, *part), wanted)
+        assert torch.equal(compiled(traced, *part), 2 * wanted)
+    for name in ("seen", "most", "total", "weighted"):
+        one, *others = (getattr(state, name) for state in (plain, eager, traced))
+        assert all(torch.equal(torch.as_tensor(one), torch.as_tensor(other)) for other in others), name
+
+
+def test_append_has_no_gradient() -> None:
+    z, u = (x.requires_grad_() for x in draw((1, 9, 1, 1, 1), (1, 9, 1, 1, 3), dtype=torch.float32))
+    found = ops.append(stream.start(1, 1, 3, window=4, stride=4), z, u)
+    with pytest.raises(RuntimeError, match=r"mitigate\.append.*no autograd formula"):
+        found.sum().backward()
 
 
 def test_one_compiled_graph_serves_many_lengths() -> None:

@@ -222,7 +222,7 @@ def test_padding_in_the_bypass_bank_is_not_seen() -> None:
     case = Case((8, 4, -3), 41, heads=4, groups=2, batch=2, bypass=(1,))
     parts, dout = [x.float() for x in case.inputs()], case.dout().float()
     wanted = case.kernels(parts, dout)
-    padded = [*parts[:5], *(torch.cat([x, torch.full_like(x[:, :20], 3.0)], dim=1) for x in parts[5:])]
+    padded = [*parts[:5], *(torch.cat([x, x.new_full((2, 20, *x.shape[2:]), 3.0)], dim=1) for x in parts[5:])]
     positions = torch.cat([case.bank, torch.full((20,), 2**30)]).to(torch.int32).expand(2, -1)
     ours = case.kernels(padded, dout, pos_b=positions)
     for name, fast, right in zip(NAMES, ours, wanted, strict=True):

@@ -200,7 +200,7 @@ def test_a_last_dimension_with_gaps_is_refused() -> None:
 
 
 def test_roles_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="roles must be 1 or 2"):
+    with pytest.raises(ValueError, match="u must have 1 role or 2"):
         pool.pool_fwd(None, torch.randn(1, 8, 3, 1, 8), window=8, stride=4)
     with pytest.raises(ValueError, match="1 <= stride <= window"):
         pool.pool_fwd(None, torch.randn(1, 8, 1, 1, 8), window=4, stride=5)
