@@ -67,9 +67,9 @@ def append_kernel(
             b_l = b_l * b_keep + tl.sum(b_w, 0)
             b_acc = b_acc * b_keep + tl.sum(b_w * b_u, 0)
             b_m = b_new
-        ended = start + W <= T
+        ended = tl.full([1], start + W, tl.int32) <= T
         # [BD]
-        b_out = b_acc / tl.where(b_l == 0.0, 1.0, b_l)
+        b_out = b_acc / tl.where(b_l == 0.0, float("nan"), b_l)
         p_out = out + ((i_b * count + window - first) * groups + i_g) * D + o_d
         tl.store(p_out, b_out.to(out.dtype.element_ty), mask=(o_d < D) & ended)
         b_m = tl.where(ended, float("-inf"), b_m)

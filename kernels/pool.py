@@ -76,7 +76,7 @@ def pool_fwd_kernel(
             b_l = b_l * b_keep + tl.sum(b_w, 1)
             b_acc = b_acc * b_keep + tl.sum(b_w * b_u, 1)
             b_m = b_new
-    b_l = tl.where(b_l == 0.0, 1.0, b_l)
+    b_l = tl.where(b_l == 0.0, float("nan"), b_l)  # no logit above -inf: as softmax has it
     o_n64 = o_n.to(tl.int64)
     # [BN, BD]
     p_out = out + i_b * stride_ob + (window0 + o_n64[:, None]) * stride_on + i_g * stride_og + o_d[None, :]

@@ -94,8 +94,11 @@ def check(state: State, z_BTZGE: torch.Tensor | None, u_BTUGD: torch.Tensor) -> 
         raise ValueError(f"append: u must have the state's batch, kv heads and head dim {held}, got {tuple(u_BTUGD.shape)}")
 
 
+@torch.no_grad()
 def append(state: State, z_BTZGE: torch.Tensor | None, u_BTUGD: torch.Tensor) -> torch.Tensor:
-    """Take in the next T tokens; changes the state in place. Plain PyTorch; `ops.append` takes the device's kernel.
+    """Take in the next T tokens; changes the state in place. No gradient flows: it would have to keep every token.
+
+    Plain PyTorch; `ops.append` takes the device's kernel.
 
     Args:
         z_BTZGE: gate logits by role, bias included; None or Z = 0 for uniform gates.
@@ -144,8 +147,9 @@ def _take(state: State, first: int, stop: int, z_BTZGE: torch.Tensor, u_BTUGD: t
         slot = window % state.roles
         z, u = (x[:, :, min(role, x.shape[2] - 1)] for x in (z_BTZGE, u_BTUGD))
         most = torch.maximum(state.most[slot], z.amax(dim=1))
-        weights = (z - most[:, None]).exp()
-        keep = (state.most[slot] - most).exp()
+        base = most.masked_fill(most == float("-inf"), 0.0)  # no logit above it so far: weights of 0, not NaN
+        weights = (z - base[:, None]).exp()
+        keep = (state.most[slot] - base).exp()
         state.total[slot] = state.total[slot] * keep + weights.sum(dim=1)
         state.weighted[slot] = state.weighted[slot] * keep + (weights * u).sum(dim=1)
         state.most[slot] = most

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from mitigate import bases, evaluate, finetune, generate, perplexity
-from mitigate.config import ConfigError, EvaluationConfig, FineTuneConfig, VariantConfig, content_hash, from_dict, to_dict
+from mitigate.config import ConfigError, EvaluationConfig, VariantConfig, content_hash, to_dict
+from mitigate.config_files import from_dict
+from mitigate.config_finetune import FineTuneConfig
 from mitigate.export import pretrained
 from mitigate.files import write_atomic
 from mitigate.report import style, tuning

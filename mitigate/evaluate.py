@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 from mitigate import bases, cost, registry, score
-from mitigate.config import ConfigError, EvaluationConfig, FineTuneConfig, content_hash, replace, to_dict
+from mitigate.config import ConfigError, EvaluationConfig, content_hash, to_dict
+from mitigate.config_files import replace
+from mitigate.config_finetune import FineTuneConfig
 from mitigate.rows import Row, installed_versions, worst_of
 from mitigate.surgery import Attachment, attach
 from mitigate.tasks import words

@@ -27,7 +27,8 @@ from torch.nn import functional as F
 
 from mitigate import score
 from mitigate.bases import Pretrained
-from mitigate.config import ConfigError, FineTuneConfig, TuneConfig, VariantConfig, content_hash
+from mitigate.config import ConfigError, VariantConfig, content_hash
+from mitigate.config_finetune import FineTuneConfig, TuneConfig
 from mitigate.evaluate import recorded
 from mitigate.files import write_atomic
 from mitigate.perplexity import check_length

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mitigate.surgery import Attachment, spread
+from mitigate.attached_layer import spread
+from mitigate.surgery import Attachment
 
 
 def logits_at(attached: Attachment, tokens_BT: torch.Tensor, positions_A: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ from fractions import Fraction
 from functools import cache
 from typing import Any, TypeVar
 
-from mitigate.config import ConfigError, VariantConfig, content_hash, did_you_mean, load_variant, preset_names, preset_path, read_toml
+from mitigate.config import ConfigError, VariantConfig, content_hash
+from mitigate.config_files import did_you_mean, load_variant, preset_names, preset_path, read_toml
 from mitigate.geometry import Grid, kept_entries_per_token
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mitigate.config import ConfigError, did_you_mean
+from mitigate.config import ConfigError
+from mitigate.config_files import did_you_mean
 from mitigate.rows import Row
 
 SHORT = {

@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ValidationError
 
 from mitigate import pareto
-from mitigate.config import ConfigError, TrialConfig, did_you_mean
+from mitigate.config import ConfigError, TrialConfig
+from mitigate.config_files import did_you_mean
 from mitigate.files import write_atomic
 from mitigate.rows import PROTOCOLS, SCHEMA_VERSION, ProtocolScore, Row
 

@@ -24,7 +24,9 @@ import numpy as np
 from rich.console import Console
 
 from mitigate import pareto, registry
-from mitigate.config import PRESETS, RungsConfig, SearchConfig, TrainConfig, TrialConfig, VariantConfig, content_hash, from_dict, read_toml, to_dict
+from mitigate.config import TrainConfig, TrialConfig, VariantConfig, content_hash, to_dict
+from mitigate.config_files import PRESETS, from_dict, read_toml
+from mitigate.config_search import RungsConfig, SearchConfig
 from mitigate.rows import Cost, Interval, Row
 from mitigate.search.loop import run_search
 from mitigate.search.study import StudyOwner

@@ -23,7 +23,8 @@ from rich.live import Live
 from rich.text import Text
 
 from mitigate import pareto, requirements
-from mitigate.config import SearchConfig, canonical_json
+from mitigate.config import canonical_json
+from mitigate.config_search import SearchConfig
 from mitigate.rows import Error, Row
 from mitigate.search.rungs import Schedule
 from mitigate.search.space import SearchSpace

@@ -13,7 +13,9 @@ from pathlib import Path
 from rich.console import Console
 
 from mitigate import pareto, requirements, results
-from mitigate.config import ConfigError, SearchConfig, TrialConfig, canonical_json, from_dict
+from mitigate.config import ConfigError, TrialConfig, canonical_json
+from mitigate.config_files import from_dict
+from mitigate.config_search import SearchConfig
 from mitigate.rows import Row
 from mitigate.search.loop import RUN_TRIAL
 from mitigate.search.study import lock_folder

@@ -23,7 +23,9 @@ from fractions import Fraction
 from math import ceil, prod
 from typing import Any, Protocol
 
-from mitigate.config import ConfigError, SearchConfig, TrialConfig, VariantConfig, content_hash, did_you_mean, from_dict, to_dict
+from mitigate.config import ConfigError, TrialConfig, VariantConfig, content_hash, to_dict
+from mitigate.config_files import did_you_mean, from_dict
+from mitigate.config_search import SearchConfig
 
 Choice = str | int | float
 Check = Callable[[VariantConfig], None]

@@ -20,7 +20,8 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from mitigate import pareto, requirements
-from mitigate.config import SearchConfig, from_dict
+from mitigate.config_files import from_dict
+from mitigate.config_search import SearchConfig
 from mitigate.results import read_config, read_rows
 from mitigate.search.study import repair_journal
 

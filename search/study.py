@@ -36,7 +36,9 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from mitigate import pareto, requirements
-from mitigate.config import ConfigError, SearchConfig, VariantConfig, canonical_json, content_hash, from_dict, load_variant, to_dict
+from mitigate.config import ConfigError, VariantConfig, canonical_json, content_hash, to_dict
+from mitigate.config_files import from_dict, load_variant
+from mitigate.config_search import SearchConfig
 from mitigate.files import write_atomic
 from mitigate.requirements import Requirement
 from mitigate.rows import Row

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mitigate.config import ConfigError, SearchConfig, from_dict
+from mitigate.config import ConfigError
+from mitigate.config_files import from_dict
+from mitigate.config_search import SearchConfig
 from mitigate.results import read_config
 from mitigate.search.rungs import derived_promotions
 from mitigate.search.space import SearchSpace, variant_key

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mitigate import pareto
-from mitigate.config import ResourcesConfig, TrialConfig, content_hash, from_dict, to_dict
+from mitigate.config import TrialConfig, content_hash, to_dict
+from mitigate.config_files import from_dict
+from mitigate.config_search import ResourcesConfig
 from mitigate.files import write_atomic
 from mitigate.rows import Error, Row, installed_versions
 from mitigate.stage import Stage

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from mitigate.config import TrialConfig, VariantConfig, content_hash, from_dict, to_dict
+from mitigate.config import TrialConfig, VariantConfig, content_hash, to_dict
+from mitigate.config_files import from_dict
 from mitigate.outcomes import OUTCOMES_FILE, Answers, pack
 from mitigate.rows import PROTOCOLS, Cost, Error, Interval, Period, ProtocolScore, Row
 

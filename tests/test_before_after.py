@@ -14,7 +14,8 @@ import torch
 from test_evaluate import comparable
 from tiny_tuning import settings, write_model, write_text
 
-from mitigate import before_after, cli, config, evaluate, finetune, generate, registry
+from mitigate import before_after, cli, config, config_files, evaluate, finetune, generate, registry
+from mitigate.config_finetune import FineTuneConfig
 from mitigate.export import pretrained
 from mitigate.report import data, tuning
 from mitigate.rows import Row
@@ -81,8 +82,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
-def wanted() -> config.FineTuneConfig:
-    return config.load_fine_tune(Path("run.toml"))
+def wanted() -> FineTuneConfig:
+    return config_files.load_fine_tune(Path("run.toml"))
 
 
 def row_in(folder: str, name: str) -> Row:
@@ -124,7 +125,7 @@ def test_rows_before_are_those_of_mitigate_score(workspace: Path) -> None:
     plain = config.to_dict(wanted())
     for name, variant in (("row_before.json", plain["variant"]), ("row_full.json", {"compress": False})):
         shared = {key: plain[key] for key in ("model", "words", "score", "cost")}
-        again = evaluate.evaluate(config.from_dict(config.EvaluationConfig, shared | {"variant": variant}))
+        again = evaluate.evaluate(config_files.from_dict(config.EvaluationConfig, shared | {"variant": variant}))
         assert comparable(again) == comparable(row_in("done", name))
 
 

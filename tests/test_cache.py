@@ -12,10 +12,10 @@ from tiny_models import COMPRESSED, FAMILIES, VARIANTS, attached, length_for, ti
 from transformers import DynamicCache, PreTrainedModel
 
 from mitigate import cost, registry
+from mitigate.attachable import UnsupportedModel
 from mitigate.cache import SummaryCacheLayer, empty, fork, held_bytes
 from mitigate.config import CostConfig, VariantConfig
 from mitigate.geometry import Grid
-from mitigate.surgery import UnsupportedModel
 
 PRIME = 11  # divides no period here
 

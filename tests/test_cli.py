@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from tiny_study import QUICK, write_config
 
-from mitigate import cli, config, registry
+from mitigate import cli, config_files, registry
 from mitigate.rows import Row
 
 
@@ -169,7 +169,7 @@ def test_variants_lists_everything_with_a_source(capsys: pytest.CaptureFixture[s
     assert cli.main(["variants"]) == 0
     lines = capsys.readouterr().out.splitlines()
     entries = [line for line in lines if line.startswith("    ")]
-    assert len(entries) == len(registry.strategies()) + len(config.preset_names("variants"))
+    assert len(entries) == len(registry.strategies()) + len(config_files.preset_names("variants"))
     assert all(re.search(r"\S {2,}\S.*\[.+\]$", line) for line in entries)
 
 
@@ -180,10 +180,10 @@ def test_paper_agrees(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_quickstart_config_covers_each_family() -> None:
     """The main job's anchors hold at least one variant of each mitigation family, on the reference benchmark."""
-    search = config.load_search(config.PRESETS / "quickstart.toml")
-    variants = [config.load_variant(name) for name in search.anchors]
+    search = config_files.load_search(config_files.PRESETS / "quickstart.toml")
+    variants = [config_files.load_variant(name) for name in search.anchors]
     assert search.trials >= 16
-    assert search.trial.base == config.load_base("tiny-1kv")
+    assert search.trial.base == config_files.load_base("tiny-1kv")
     assert (search.trial.train.updates, search.trial.train.batch, search.trial.task.records, search.trial.base.kv_heads) == (600, 32, 32, 1)
     families = {
         "coverage": any(v.coverage != "none" for v in variants),

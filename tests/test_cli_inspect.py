@@ -13,7 +13,9 @@ from fake_rows import fake_answers, fake_failure, fake_rows, store_answers, stor
 from tiny_study import write_config
 
 from mitigate import bases, cli, pareto
-from mitigate.config import SearchConfig, VariantConfig, canonical_json, from_dict, load_search, replace
+from mitigate.config import VariantConfig, canonical_json
+from mitigate.config_files import from_dict, load_search, replace
+from mitigate.config_search import SearchConfig
 from mitigate.outcomes import read
 from mitigate.report import page
 from mitigate.rows import Row

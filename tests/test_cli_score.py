@@ -14,7 +14,8 @@ from test_evaluate import COST, save
 from tiny_study import QUICK, write_config
 from tokenizers_for_tests import known_words
 
-from mitigate import cli, config, cost, registry, results
+from mitigate import cli, config, config_files, cost, registry, results
+from mitigate.cli import scores
 from mitigate.config import EvaluationConfig, TrialConfig
 from mitigate.rows import Row, Transition
 from mitigate.tasks import transition
@@ -46,7 +47,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             (trial / "result.json").write_text(row.to_json())
             for path in (trial / "row.json", *trial.glob("phase_curve.*")):
                 path.unlink()
-        (folder / "results" / "tiny" / "config.json").write_text(config.canonical_json(config.load_search(folder / "search.toml")))
+        (folder / "results" / "tiny" / "config.json").write_text(config.canonical_json(config_files.load_search(folder / "search.toml")))
         assert cli.main(["export", "tiny", "--trial", "1", "--to", "bundle"]) == 0
         save(folder / "tiny-llama", known_words([*ANIMALS[:70], *NAMES[:16]]))
         assert cli.main([*ONE, "--out", "one"]) == 0
@@ -76,7 +77,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], folder: Pa
 def test_a_model_is_scored_once(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {path.name for path in (workspace / "one").iterdir()} == {"row.json", "phase_curve.png", "phase_curve.svg"}
     row = row_in(workspace / "one")
-    settings = config.from_dict(EvaluationConfig, row.config)
+    settings = config_files.from_dict(EvaluationConfig, row.config)
     assert (settings.model, settings.score.period, settings.score.prompts, settings.score.protocols) == ("tiny-llama", 8, 3, ("outer",))
     assert (settings.words.records, settings.words.queries, settings.words.context) == (18, 2, None)
     assert row.config_sha256 == config.content_hash(settings)
@@ -99,7 +100,7 @@ def test_a_variant_goes_to_a_folder_of_its_own(workspace: Path, capsys: pytest.C
     row = row_in(folder)
     assert folder.name == f"tiny-llama_w8s8-uniform_untrained-{row.config_sha256[:8]}"
     assert row.label == "tiny-llama, w8s8-uniform untrained"
-    assert config.from_dict(EvaluationConfig, row.config).variant == config.load_variant("w8s8-uniform")
+    assert config_files.from_dict(EvaluationConfig, row.config).variant == config_files.load_variant("w8s8-uniform")
     assert row.score("outer").prompts_sha256 == row_in(workspace / "one").score("outer").prompts_sha256, "asked the same as its own attention"
     assert ", 1 threads)" in row.device
     said = capsys.readouterr().out
@@ -111,7 +112,7 @@ def test_a_variant_goes_to_a_folder_of_its_own(workspace: Path, capsys: pytest.C
 def test_a_context_replaces_the_records(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*MODEL, "--context", "300", "--period", "4", "--prompts", "2", "--queries", "1", "--batch", "3", "--out", "long"]) == 0
     row = row_in(workspace / "long")
-    assert config.from_dict(EvaluationConfig, row.config).words.context == 300
+    assert config_files.from_dict(EvaluationConfig, row.config).words.context == 300
     assert [found.protocol for found in row.scores] == ["outer", "in_sequence"]
     for found in row.scores:
         assert 100 < min(found.target_mean) <= max(found.target_mean) < 200
@@ -206,9 +207,9 @@ def test_a_bundle_under_another_sweep(workspace: Path) -> None:
     assert cli.main(["score", "--bundle", "bundle", "--prompts", "8", "--protocol", "in_sequence", "--seed", "5"]) == 0
     (folder,) = (workspace / "results" / "scores").glob("bundle_bundle-*")
     row = row_in(folder)
-    settings = config.from_dict(TrialConfig, row.config)
-    trained = config.from_dict(TrialConfig, json.loads((workspace / "bundle" / "row.json").read_text())["config"])
-    assert settings == config.replace(trained, score=config.replace(trained.score, prompts=8, protocols=("in_sequence",), seed=5))
+    settings = config_files.from_dict(TrialConfig, row.config)
+    trained = config_files.from_dict(TrialConfig, json.loads((workspace / "bundle" / "row.json").read_text())["config"])
+    assert settings == config_files.replace(trained, score=config_files.replace(trained.score, prompts=8, protocols=("in_sequence",), seed=5))
     assert [(found.protocol, found.clusters) for found in row.scores] == [("in_sequence", 8)]
     assert row.config_sha256 in (config.content_hash(settings), folder.name) and folder.name.endswith(row.config_sha256[:8])
 
@@ -225,47 +226,47 @@ def test_a_damaged_bundle_is_not_scored(workspace: Path, capsys: pytest.CaptureF
 
 def test_a_tiny_base_is_scored_as_it_stands(workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The study's base under the name of a preset: 0 updates, its own task, full attention retrieves."""
-    trained = config.load_search(Path("search.toml")).trial.base
-    monkeypatch.setattr(config, "load_base", lambda name: trained)
+    trained = config_files.load_search(Path("search.toml")).trial.base
+    monkeypatch.setattr(config_files, "load_base", lambda name: trained)
     real = cost.measure
     monkeypatch.setattr(cost, "measure", lambda attached, settings, *, seed: real(attached, COST, seed=seed))  # the default takes seconds
     command = ["score", "--model", "tiny-1kv", "--period", "2", "--prompts", "4", "--threads", "1"]
     assert cli.main([*command, "--out", "tiny-own"]) == 0
     capsys.readouterr()
     row = row_in(workspace / "tiny-own")
-    settings = config.from_dict(TrialConfig, row.config)
+    settings = config_files.from_dict(TrialConfig, row.config)
     assert settings.train.updates == row.updates == 0
     assert settings.task == trained.task
     assert row.label == "tiny-1kv own attention untrained"
     assert row.mean_accuracy == 1
 
 
-@pytest.mark.parametrize("name", config.preset_names("variants"))
+@pytest.mark.parametrize("name", config_files.preset_names("variants"))
 def test_the_default_sweep_fits_every_preset(name: str) -> None:
     """The fewest residues from ScoreConfig's number on that all layers' phases divide."""
-    variant = config.load_variant(name)
+    variant = config_files.load_variant(name)
     strides = {grid.stride for grid in registry.grids(variant, layers=4)} if variant.compress else {1}
-    assert cli.default_period(variant) == next(p for p in range(config.ScoreConfig().period, 10_000) if all(p % stride == 0 for stride in strides))
+    assert scores.default_period(variant) == next(p for p in range(config.ScoreConfig().period, 10_000) if all(p % stride == 0 for stride in strides))
 
 
 def test_filler_fits_any_sweep() -> None:
     for period in (1, 8, 24, 25, 26, 32, 33, 34, 200):
-        words = cli.fitting_filler(config.WordsConfig(), period)
-        EvaluationConfig(model="x", words=config.replace(config.WordsConfig(), **words), score=config.ScoreConfig(period=period))
-    assert cli.fitting_filler(config.WordsConfig(), 24) == {"filler": 72, "filler_in_sequence": 96}, "what the defaults hold stays"
+        words = scores.fitting_filler(config.WordsConfig(), period)
+        EvaluationConfig(model="x", words=config_files.replace(config.WordsConfig(), **words), score=config.ScoreConfig(period=period))
+    assert scores.fitting_filler(config.WordsConfig(), 24) == {"filler": 72, "filler_in_sequence": 96}, "what the defaults hold stays"
 
 
 def test_a_tiny_base_takes_a_variant_with_a_stride_beyond_the_default_period(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained = config.load_search(Path("search.toml")).trial.base
-    monkeypatch.setattr(config, "load_base", lambda name: trained)
+    trained = config_files.load_search(Path("search.toml")).trial.base
+    monkeypatch.setattr(config_files, "load_base", lambda name: trained)
     real = cost.measure
     monkeypatch.setattr(cost, "measure", lambda attached, settings, *, seed: real(attached, COST, seed=seed))
     command = ["score", "--model", "tiny-1kv", "--variant", "w2s2-tied-coarse", "--prompts", "2", "--threads", "1"]
     assert cli.main([*command, "--out", "tiny-coarse"]) == 0
     capsys.readouterr()
-    settings = config.from_dict(TrialConfig, row_in(workspace / "tiny-coarse").config)
+    settings = config_files.from_dict(TrialConfig, row_in(workspace / "tiny-coarse").config)
     assert (settings.score.period, settings.task.filler, settings.task.filler_in_sequence) == (32, 93, 96)
 
 
@@ -282,7 +283,7 @@ def test_transition_of_a_trial(workspace: Path, capsys: pytest.CaptureFixture[st
     assert added == {str(TRIAL / name) for name in ("transition.json", "transition.png", "transition.svg")}
     assert {name: content for name, content in files(workspace).items() if name in before} == before
     found = Transition.model_validate_json((TRIAL / "transition.json").read_text())
-    variant = config.load_variant("w4s4")
+    variant = config_files.load_variant("w4s4")
     assert found.distances == list(range(2, variant.local_window + 4 + 4 + 16 + 1))
     assert (found.period, found.prompts) == (4, 3)
     assert f"leaves the local window of {variant.local_window}" in said

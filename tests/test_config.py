@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 
 from mitigate import registry
 from mitigate.config import (
-    PRESETS,
     BaseConfig,
     ConfigError,
     CostConfig,
     EvaluationConfig,
     ScoreConfig,
-    SearchConfig,
     TaskConfig,
     TrainConfig,
     TrialConfig,
@@ -28,6 +26,10 @@ from mitigate.config import (
     WordsConfig,
     canonical_json,
     content_hash,
+    to_dict,
+)
+from mitigate.config_files import (
+    PRESETS,
     did_you_mean,
     from_dict,
     load_base,
@@ -39,8 +41,8 @@ from mitigate.config import (
     preset_path,
     read_toml,
     replace,
-    to_dict,
 )
+from mitigate.config_search import SearchConfig
 
 CONFIGS = (VariantConfig, TaskConfig, BaseConfig, TrainConfig, ScoreConfig, CostConfig, TrialConfig)
 
@@ -387,11 +389,11 @@ def test_load_search_resolves_names(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_load_search_takes_a_named_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import mitigate.config
+    import mitigate.config_files
 
     (tmp_path / "presets/spaces").mkdir(parents=True)
     (tmp_path / "presets/spaces/small.toml").write_text('stride = [4, 8]\ngate = ["scalar"]\n')
-    monkeypatch.setattr(mitigate.config, "PRESETS", tmp_path / "presets")
+    monkeypatch.setattr(mitigate.config_files, "PRESETS", tmp_path / "presets")
     path = tmp_path / "search.toml"
     path.write_text('name = "demo"\ntrials = 4\nanchors = []\nspace = "small"\n')
     assert load_search(path).space == {"stride": (4, 8), "gate": ("scalar",)}

@@ -17,7 +17,7 @@ from tiny_models import randomise
 from tokenizers_for_tests import known_words, shared
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from mitigate import bases, config, evaluate, score
+from mitigate import bases, config_files, evaluate, score
 from mitigate.config import ConfigError, CostConfig, EvaluationConfig, ScoreConfig, VariantConfig, WordsConfig, content_hash, to_dict
 from mitigate.readout import logits_at
 from mitigate.rows import Row
@@ -30,7 +30,7 @@ CLOCKED = ("tokens_per_s", "tokens_per_s_full", "ratio")  # ends of what a clock
 WORDS = WordsConfig(records=6, demonstrations=2, queries=3, filler=21, filler_in_sequence=30)
 SCORE = ScoreConfig(period=8, prompts=9, replicates=40, batch=20)
 COST = CostConfig(context=21, batch=1, steps=2, repeats=2)
-UNIFORM = config.load_variant("w8s8-uniform")
+UNIFORM = config_files.load_variant("w8s8-uniform")
 LEARNED = VariantConfig(window=4, stride=4, local_window=2)
 
 
@@ -127,7 +127,7 @@ def test_the_row_says_what_was_run(rows: dict[str, Row], folder: Path) -> None:
         assert row.status == "ok"
         assert row.config == to_dict(settings)
         assert row.config_sha256 == content_hash(settings)
-        assert config.from_dict(EvaluationConfig, row.config) == settings
+        assert config_files.from_dict(EvaluationConfig, row.config) == settings
         assert (row.updates, row.tokens, row.final_loss, row.train_s, row.trial) == (0, 0, None, 0.0, None)
         assert [found.protocol for found in row.scores] == ["outer", "in_sequence"]
         assert row.curve is not None

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from tiny_models import tiny
 
-from mitigate import config, cost
-from mitigate.config import TextConfig, load_fine_tune
+from mitigate import config, config_files, cost
+from mitigate.config_files import load_fine_tune
+from mitigate.config_finetune import TextConfig
 from mitigate.tasks import text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +61,7 @@ def test_the_cost_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_the_real_model_config_is_valid() -> None:
-    wanted = load_fine_tune(config.PRESETS / "real-model.toml", model="somewhere/SmolLM2-135M-Instruct.Q4_1.gguf")
+    wanted = load_fine_tune(config_files.PRESETS / "real-model.toml", model="somewhere/SmolLM2-135M-Instruct.Q4_1.gguf")
     assert wanted.train.what == "compressor"
     assert wanted.train.minutes is not None and wanted.train.minutes <= 15
     assert (wanted.variant.window, wanted.variant.stride) == (8, 4)

@@ -13,8 +13,9 @@ import torch
 from tiny_tuning import TRAIN, VARIANT, ready, settings, write_model, write_text
 from torch.nn import functional as F
 
-from mitigate import config, finetune, train
-from mitigate.config import ConfigError, FineTuneConfig, TuneConfig, VariantConfig
+from mitigate import config, config_files, finetune, train
+from mitigate.config import ConfigError, VariantConfig
+from mitigate.config_finetune import FineTuneConfig, TuneConfig
 from mitigate.finetune import divergence, fine_tune
 from mitigate.readout import logits_at
 from mitigate.surgery import Attachment, attach
@@ -353,7 +354,7 @@ def test_nothing_to_train_is_said(folder: Path) -> None:
 )
 def test_what_does_not_fit_is_said(folder: Path, changes: dict[str, Any], message: str) -> None:
     plain = config.to_dict(settings(folder))
-    wanted = config.from_dict(FineTuneConfig, plain | {part: plain[part] | change for part, change in changes.items()})
+    wanted = config_files.from_dict(FineTuneConfig, plain | {part: plain[part] | change for part, change in changes.items()})
     with pytest.raises(ConfigError, match=f"^{message}$"):
         ready(wanted)
 
@@ -379,15 +380,15 @@ def test_what_does_not_fit_is_said(folder: Path, changes: dict[str, Any], messag
 )
 def test_a_bad_config_is_one_line(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}$"):
-        config.from_dict(FineTuneConfig, {"model": "x", "text": {"path": "y"}} | changes)
+        config_files.from_dict(FineTuneConfig, {"model": "x", "text": {"path": "y"}} | changes)
 
 
 def test_configs_round_trip(folder: Path) -> None:
     wanted = settings(folder)
-    assert config.from_dict(FineTuneConfig, config.to_dict(wanted)) == wanted
-    assert config.replace(wanted, train=dataclasses.replace(TRAIN, minutes=2.0)).train.minutes == 2.0
-    assert config.content_hash(wanted) != config.content_hash(config.replace(wanted, seed=1))
-    assert config.from_dict(TuneConfig, {}) == TuneConfig()
+    assert config_files.from_dict(FineTuneConfig, config.to_dict(wanted)) == wanted
+    assert config_files.replace(wanted, train=dataclasses.replace(TRAIN, minutes=2.0)).train.minutes == 2.0
+    assert config.content_hash(wanted) != config.content_hash(config_files.replace(wanted, seed=1))
+    assert config_files.from_dict(TuneConfig, {}) == TuneConfig()
 
 
 def test_a_model_that_cannot_carry_a_variant_is_refused(folder: Path) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mitigate import registry
-from mitigate.config import ConfigError, VariantConfig, load_variant, preset_names, preset_path, read_toml, replace
+from mitigate.config import ConfigError, VariantConfig
+from mitigate.config_files import load_variant, preset_names, preset_path, read_toml, replace
 from mitigate.geometry import Grid, kept_entries_per_token
 
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -71,11 +72,11 @@ def test_presets_hold_exactly_three_things() -> None:
 
 
 def test_a_preset_with_other_keys_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import mitigate.config
+    import mitigate.config_files
 
     (tmp_path / "variants").mkdir()
     (tmp_path / "variants" / "odd.toml").write_text('summary = "x"\n[variant]\n')
-    monkeypatch.setattr(mitigate.config, "PRESETS", tmp_path)
+    monkeypatch.setattr(mitigate.config_files, "PRESETS", tmp_path)
     with pytest.raises(ConfigError, match=r"preset odd must hold exactly summary, source and \[variant\], got summary, variant"):
         registry.presets()
 

@@ -17,7 +17,8 @@ from tiny_tuning import VARIANT, VOCABULARY, write_text
 from tokenizers_for_tests import known_words, shared
 
 from mitigate import perplexity
-from mitigate.config import ConfigError, TextConfig
+from mitigate.config import ConfigError
+from mitigate.config_finetune import TextConfig
 from mitigate.surgery import attach
 from mitigate.tasks import text
 

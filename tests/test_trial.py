@@ -22,19 +22,8 @@ from torch.nn import functional as F
 
 from mitigate import bases, cost, registry, score, train, trial
 from mitigate.compressor import phase_profile
-from mitigate.config import (
-    BaseConfig,
-    ConfigError,
-    CostConfig,
-    ScoreConfig,
-    TaskConfig,
-    TrainConfig,
-    TrialConfig,
-    VariantConfig,
-    content_hash,
-    replace,
-    to_dict,
-)
+from mitigate.config import BaseConfig, ConfigError, CostConfig, ScoreConfig, TaskConfig, TrainConfig, TrialConfig, VariantConfig, content_hash, to_dict
+from mitigate.config_files import replace
 from mitigate.rows import Row
 from mitigate.stage import Stage
 from mitigate.surgery import attach

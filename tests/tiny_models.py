@@ -123,3 +123,28 @@ def whole(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> torch.Ten
 def length_for(variant: VariantConfig) -> int:
     """Beyond the local window and two periods, and no multiple of the stride."""
     return variant.local_window + 2 * variant.stride + variant.window // 2 + (3 if (variant.local_window + variant.window // 2 + 3) % variant.stride else 4)
+
+
+def pads_before(length: int, pads: list[int]) -> torch.Tensor:
+    """An attention mask [rows, length] with so many left pads in each row."""
+    return (torch.arange(length)[None] >= torch.tensor(pads)[:, None]).long()
+
+
+def traces(model: PreTrainedModel) -> dict[str, Any]:
+    """Everything an attachment might leave behind."""
+    found: dict[str, Any] = {"attention": model.config._attn_implementation, "training": model.training}
+    for name, module in model.named_modules():
+        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_backward_hooks"):
+            found[f"{name}.{hooks}"] = len(getattr(module, hooks))
+        found[f"{name}.dict"] = sorted(module.__dict__)
+        found[f"{name}.type"] = type(module)
+    return found
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same_weights(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    now = model.state_dict()
+    return list(now) == list(before) and all(torch.equal(now[name], before[name]) for name in before)

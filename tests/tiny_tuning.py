@@ -12,7 +12,8 @@ from test_evaluate import save
 from tokenizers_for_tests import known_words
 
 from mitigate import bases, finetune
-from mitigate.config import CostConfig, FineTuneConfig, ScoreConfig, TextConfig, TuneConfig, VariantConfig, WordsConfig
+from mitigate.config import CostConfig, ScoreConfig, VariantConfig, WordsConfig
+from mitigate.config_finetune import FineTuneConfig, TextConfig, TuneConfig
 from mitigate.surgery import Attachment, attach
 from mitigate.tasks.words import ANIMALS, NAMES
 

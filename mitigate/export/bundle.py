@@ -23,7 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from mitigate import __version__, bases
-from mitigate.config import ConfigError, TrialConfig, from_dict
+from mitigate.config import ConfigError, TrialConfig
+from mitigate.config_files import from_dict
 from mitigate.export import describe, golden, spec
 from mitigate.results import read_row, read_rows
 from mitigate.rows import Row

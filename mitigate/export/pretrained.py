@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from mitigate.bases import Pretrained
-from mitigate.config import ConfigError, FineTuneConfig, VariantConfig, from_dict, to_dict
+from mitigate.config import ConfigError, VariantConfig, to_dict
+from mitigate.config_files import from_dict
+from mitigate.config_finetune import FineTuneConfig
 from mitigate.evaluate import recorded
 from mitigate.export import bundle, describe
 from mitigate.rows import Row

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from mitigate.config import ConfigError, TextConfig
+from mitigate.config import ConfigError
+from mitigate.config_finetune import TextConfig
 from mitigate.tasks.placement import Ints
 
 

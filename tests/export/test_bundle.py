@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from mitigate import cli, results
-from mitigate.config import ConfigError, TrialConfig, VariantConfig, from_dict
+from mitigate.config import ConfigError, TrialConfig, VariantConfig
+from mitigate.config_files import from_dict
 from mitigate.export import bundle
 from mitigate.rows import Row
 from mitigate.trial import restore

@@ -13,7 +13,8 @@ import tiny_models
 import torch
 from safetensors.torch import load_file
 
-from mitigate.config import BaseConfig, ConfigError, TrialConfig, VariantConfig, from_dict
+from mitigate.config import BaseConfig, ConfigError, TrialConfig, VariantConfig
+from mitigate.config_files import from_dict
 from mitigate.export import against, bundle, describe, golden, reference, verify
 
 QUICK = [name for name in presets.VARIANTS if name != "deepseek-hca"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import presets
 import pytest
 
-from mitigate.config import TrialConfig, from_dict
+from mitigate.config import TrialConfig
+from mitigate.config_files import from_dict
 from mitigate.export import describe, spec
 
 

@@ -17,7 +17,7 @@ from tiny_models import VARIANTS, attached, tiny, tokens, whole
 from tolerance import assert_as_good_as
 from transformers import DynamicCache, PreTrainedModel
 
-from mitigate import surgery
+from mitigate import attached_layer
 from mitigate.config import VariantConfig
 from mitigate.kernels import ops
 from mitigate.surgery import Attachment
@@ -59,7 +59,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def forced(monkeypatch: pytest.MonkeyPatch, *, operators: bool = False, triton: bool = False, blocked_from: int = 48) -> None:
     for name, on in (("OPERATED", operators), ("TRITON", triton)):
         monkeypatch.setattr(ops, name, frozenset({"cpu"} if on else {"cuda"}))
-    monkeypatch.setattr(surgery, "BLOCKED_FROM", blocked_from)
+    monkeypatch.setattr(attached_layer, "BLOCKED_FROM", blocked_from)
 
 
 def results(model: PreTrainedModel, on: Attachment, ids: torch.Tensor, pads: int) -> dict[str, torch.Tensor]:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mitigate import pareto
-from mitigate.config import SearchConfig, VariantConfig, to_dict
+from mitigate.config import VariantConfig, to_dict
+from mitigate.config_search import SearchConfig
 from mitigate.report import page
 from mitigate.rows import Row
 from tests.fake_rows import fake_failure, fake_row, fake_rows, store_gates

@@ -13,7 +13,8 @@ from matplotlib.text import Text
 from safetensors.numpy import save_file
 
 from mitigate import pareto
-from mitigate.config import VariantConfig, from_dict
+from mitigate.config import VariantConfig
+from mitigate.config_files import from_dict
 from mitigate.report import gates, gates_figure, inline, progress, search_figures, space, style
 from mitigate.rows import Row
 from tests.fake_rows import fake_failure, fake_row, fake_rows, store_gates

@@ -11,8 +11,9 @@ import fake_trials
 import pytest
 
 import mitigate
-import mitigate.config
-from mitigate.config import SearchConfig, from_dict
+import mitigate.config_files
+from mitigate.config_files import from_dict
+from mitigate.config_search import SearchConfig
 
 SPACE: dict[str, Any] = {"stride": (4, 6, 8, 12), "overlap": ("1", "3/2", "2"), "gate": ("scalar", "vector", "uniform"), "tie": ("none", "gates", "kv")}
 
@@ -34,7 +35,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, presets: Path) -> None:
     registry = fake_trials.fake_registry()
     monkeypatch.setitem(sys.modules, "mitigate.registry", registry)
     monkeypatch.setattr(mitigate, "registry", registry, raising=False)
-    monkeypatch.setattr(mitigate.config, "PRESETS", presets)
+    monkeypatch.setattr(mitigate.config_files, "PRESETS", presets)
 
 
 @pytest.fixture

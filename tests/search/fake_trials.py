@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mitigate.config import ConfigError, TrialConfig, VariantConfig, content_hash, to_dict
+from mitigate.config_search import SearchConfig
 from mitigate.files import write_atomic
 from mitigate.rows import Cost, Interval, Row
 from mitigate.stage import Stage
@@ -299,7 +300,7 @@ def serve_drivers() -> None:
     import json
 
     import mitigate
-    import mitigate.config as config_module
+    from mitigate import config_files
 
     mitigate.registry = sys.modules["mitigate.registry"] = fake_registry()
     from rich.console import Console
@@ -311,9 +312,9 @@ def serve_drivers() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if (child := os.fork()) == 0:
-            config_module.PRESETS = Path(order["presets"])
+            config_files.PRESETS = Path(order["presets"])
             die_at(order["point"], order["count"])
-            config = config_module.from_dict(config_module.SearchConfig, order["config"])
+            config = config_files.from_dict(SearchConfig, order["config"])
             folder = Path(order["folder"])
             run = f"fake_trials:{order['run']}"
             outcome = run_search(config, results=folder, cache=folder / "cache", inline=True, run=run, console=Console(quiet=True), command="again")
@@ -369,13 +370,13 @@ def drive_cluster() -> None:
     import json
 
     import mitigate
-    import mitigate.config as config_module
+    from mitigate import config_files
 
     mitigate.registry = sys.modules["mitigate.registry"] = fake_registry()
-    config_module.PRESETS = Path(sys.argv[2])
+    config_files.PRESETS = Path(sys.argv[2])
     from mitigate.search.loop import run_search
 
-    config = config_module.from_dict(config_module.SearchConfig, json.loads(sys.argv[4]))
+    config = config_files.from_dict(SearchConfig, json.loads(sys.argv[4]))
     run_search(config, results=Path(sys.argv[1]), cache=Path(sys.argv[1]) / "cache", address=sys.argv[5], run=f"fake_trials:{sys.argv[3]}")
 
 
@@ -384,13 +385,13 @@ def main() -> None:
     import json
 
     import mitigate
-    import mitigate.config as config_module
+    from mitigate import config_files
 
     mitigate.registry = sys.modules["mitigate.registry"] = fake_registry()
-    config_module.PRESETS = Path(sys.argv[2])
+    config_files.PRESETS = Path(sys.argv[2])
     from mitigate.search.loop import run_search
 
-    config = config_module.from_dict(config_module.SearchConfig, json.loads(sys.argv[4]))
+    config = config_files.from_dict(SearchConfig, json.loads(sys.argv[4]))
     outcome = run_search(config, results=Path(sys.argv[1]), cache=Path(sys.argv[1]) / "cache", inline=True, run=f"fake_trials:{sys.argv[3]}")
     print("stopped:", outcome.stopped, "ray imported:", "ray" in sys.modules)
 

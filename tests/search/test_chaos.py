@@ -20,7 +20,8 @@ from optuna.trial import TrialState
 from rich.console import Console
 
 import mitigate.search.workers as workers
-from mitigate.config import SearchConfig, TrialConfig, canonical_json, to_dict
+from mitigate.config import TrialConfig, canonical_json, to_dict
+from mitigate.config_search import SearchConfig
 from mitigate.results import read_rows
 from mitigate.rows import Row
 from mitigate.search.loop import SearchOutcome, run_search

@@ -22,7 +22,8 @@ import pytest
 from optuna.trial import TrialState
 from rich.console import Console
 
-from mitigate.config import ResourcesConfig, SearchConfig, to_dict
+from mitigate.config import to_dict
+from mitigate.config_search import ResourcesConfig, SearchConfig
 from mitigate.results import read_rows
 from mitigate.search.loop import SearchOutcome, run_search
 from mitigate.search.study import StudyOwner

@@ -22,7 +22,9 @@ from rich.console import Console
 
 import mitigate.search.loop as loop
 from mitigate import pareto
-from mitigate.config import ConfigError, SearchConfig, TrialConfig, from_dict, to_dict
+from mitigate.config import ConfigError, TrialConfig, to_dict
+from mitigate.config_files import from_dict
+from mitigate.config_search import SearchConfig
 from mitigate.results import read_rows
 from mitigate.search.loop import SearchOutcome, run_search
 from mitigate.search.study import StudyOwner
@@ -73,10 +75,11 @@ def test_a_met_budget_starts_no_ray_and_no_torch(make_config: Make, tmp_path: Pa
     search(config, tmp_path)
     code = f"""
 import sys, json, pathlib
-import mitigate.config as c
-c.PRESETS = pathlib.Path({str(presets)!r})
+from mitigate import config_files
+config_files.PRESETS = pathlib.Path({str(presets)!r})
+from mitigate.config_search import SearchConfig
 from mitigate.search.loop import run_search
-config = c.from_dict(c.SearchConfig, json.loads({json.dumps(json.dumps(to_dict(config)))}))
+config = config_files.from_dict(SearchConfig, json.loads({json.dumps(json.dumps(to_dict(config)))}))
 print(run_search(config, results=pathlib.Path({str(tmp_path)!r}), cache=pathlib.Path("x")).stopped, "ray" in sys.modules, "torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=driver_env(), timeout=60)

@@ -16,7 +16,9 @@ from filelock import FileLock
 from rich.console import Console
 
 from mitigate import pareto, rescored, results
-from mitigate.config import ConfigError, SearchConfig, TrialConfig, VariantConfig, from_dict
+from mitigate.config import ConfigError, TrialConfig, VariantConfig
+from mitigate.config_files import from_dict
+from mitigate.config_search import SearchConfig
 from mitigate.files import write_atomic
 from mitigate.rows import Row
 from mitigate.search.loop import run_search

@@ -14,7 +14,8 @@ from optuna.trial import TrialState
 from rich.console import Console
 
 from mitigate import pareto
-from mitigate.config import ConfigError, SearchConfig
+from mitigate.config import ConfigError
+from mitigate.config_search import SearchConfig
 from mitigate.results import read_rows
 from mitigate.rows import Row
 from mitigate.search.loop import SearchOutcome, run_search

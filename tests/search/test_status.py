@@ -21,7 +21,8 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from mitigate import cli
-from mitigate.config import ConfigError, SearchConfig, to_dict
+from mitigate.config import ConfigError, to_dict
+from mitigate.config_search import SearchConfig
 from mitigate.search import status
 from mitigate.search.loop import run_search
 from mitigate.search.study import StudyOwner

@@ -13,7 +13,8 @@ import fake_trials
 import pytest
 from optuna.trial import TrialState
 
-from mitigate.config import ConfigError, SearchConfig, VariantConfig, canonical_json
+from mitigate.config import ConfigError, VariantConfig, canonical_json
+from mitigate.config_search import SearchConfig
 from mitigate.results import read_rows
 from mitigate.search.space import SearchSpace, variant_key
 from mitigate.search.study import DIRECTIONS, HV_REFERENCE, METRICS, Proposal, StudyBusyError, StudyOwner, anchor_variants, check_anchors, repair_journal

@@ -14,7 +14,8 @@ import pytest
 from optuna.trial import TrialState
 from rich.console import Console
 
-from mitigate.config import SearchConfig, TrialConfig, canonical_json
+from mitigate.config import TrialConfig, canonical_json
+from mitigate.config_search import SearchConfig
 from mitigate.results import read_rows
 from mitigate.search.loop import run_search
 from mitigate.search.study import StudyOwner

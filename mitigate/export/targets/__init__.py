@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from mitigate.config import ConfigError, did_you_mean
+from mitigate.config import ConfigError
+from mitigate.config_files import did_you_mean
 from mitigate.export import bundle
 from mitigate.export.targets import deepseek_v4, transformers, vllm
 

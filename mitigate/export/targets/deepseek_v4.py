@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mitigate import registry
-from mitigate.config import ConfigError, TrialConfig, from_dict
+from mitigate.config import ConfigError, TrialConfig
+from mitigate.config_files import from_dict
 from mitigate.export import bundle, describe
 from mitigate.geometry import Grid
 from mitigate.rows import Row

@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mitigate.config import TrialConfig, from_dict
+from mitigate.config import TrialConfig
+from mitigate.config_files import from_dict
 from mitigate.export import bundle, describe
 from mitigate.rows import Row
 from mitigate.surgery import Attachment

@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mitigate.config import TrialConfig, from_dict
+from mitigate.config import TrialConfig
+from mitigate.config_files import from_dict
 from mitigate.export import bundle, describe
 from mitigate.rows import Row
 from mitigate.surgery import Attachment
