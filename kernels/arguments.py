@@ -29,10 +29,19 @@ def check_local(kernel: str, local: int) -> None:
 
 
 def check_dims(kernel: str, wanted: str, **tensors: torch.Tensor | None) -> None:
-    """ValueError unless each tensor has as many dimensions as the layout has letters, such as "BTHD"."""
+    """Unless each is a tensor (TypeError) with as many dimensions as the layout has letters, such as "BTHD", the last not empty (ValueError)."""
     for name, x in tensors.items():
-        if x is not None and x.dim() != len(wanted):
-            raise ValueError(f"{kernel}: {name} must be [{', '.join(wanted)}], got shape {tuple(x.shape)}")
+        if x is None:
+            continue
+        check_tensor(kernel, name, x)
+        if x.dim() != len(wanted) or x.shape[-1] < 1:
+            raise ValueError(f"{kernel}: {name} must be [{', '.join(wanted)}] with {wanted[-1]} of at least 1, got shape {tuple(x.shape)}")
+
+
+def check_tensor(kernel: str, name: str, x: object) -> None:
+    """TypeError for anything but a tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{kernel}: {name} must be a tensor, got {type(x).__name__}")
 
 
 def check_pool(kernel: str, z_BTZGE: torch.Tensor | None, u_BTUGD: torch.Tensor, window: int, stride: int, channels: int | None = None) -> None:
@@ -41,17 +50,22 @@ def check_pool(kernel: str, z_BTZGE: torch.Tensor | None, u_BTUGD: torch.Tensor,
     check_dims(kernel, "BTZGE", z=z_BTZGE)
     roles, groups, dim = math.ceil(window / stride), u_BTUGD.shape[3], u_BTUGD.shape[4]
     if u_BTUGD.shape[2] not in (1, roles):
-        raise ValueError(f"{kernel}: u must have 1 role or {roles}, window {window} over stride {stride}, got {u_BTUGD.shape[2]}: {tuple(u_BTUGD.shape)}")
+        raise ValueError(f"{kernel}: u must have {_roles(window, stride)}, got {u_BTUGD.shape[2]}: {tuple(u_BTUGD.shape)}")
     if z_BTZGE is None or z_BTZGE.shape[2] == 0:
         return check_floats(kernel, u=u_BTUGD)
     if z_BTZGE.shape[2] not in (1, roles):
-        raise ValueError(f"{kernel}: z must have 1 role or {roles}, window {window} over stride {stride}, got {z_BTZGE.shape[2]}: {tuple(z_BTZGE.shape)}")
+        raise ValueError(f"{kernel}: z must have {_roles(window, stride)}, got {z_BTZGE.shape[2]}: {tuple(z_BTZGE.shape)}")
     allowed = dict.fromkeys((1, dim) if channels is None else (channels,))
     if z_BTZGE.shape[4] not in allowed:
         raise ValueError(f"{kernel}: z must have {' or '.join(map(str, allowed))} gate channels, got {z_BTZGE.shape[4]}: {tuple(z_BTZGE.shape)}")
     if (z_BTZGE.shape[:2], z_BTZGE.shape[3]) != (u_BTUGD.shape[:2], groups):
         raise ValueError(f"{kernel}: z and u must agree in batch, tokens and kv heads, got {tuple(z_BTZGE.shape)} and {tuple(u_BTUGD.shape)}")
     check_floats(kernel, z=z_BTZGE, u=u_BTUGD)
+
+
+def _roles(window: int, stride: int) -> str:
+    roles = math.ceil(window / stride)
+    return f"{'1 role' if roles == 1 else f'1 role or {roles}'}, window {window} over stride {stride}"
 
 
 def check_floats(kernel: str, **tensors: torch.Tensor | None) -> None:
@@ -82,6 +96,8 @@ def check_banks(
     """
     if len({x is None for x in (kb, vb, pos_b)}) > 1:
         raise ValueError(f"{kernel}: kb, vb and pos_b come together")
+    if pos_b is not None:
+        check_tensor(kernel, "pos_b", pos_b)
     if kb is not None and pos_b is not None and pos_b.shape[-1:] != kb.shape[1:2]:
         raise ValueError(f"{kernel}: pos_b must name {kb.shape[1]} positions, got shape {tuple(pos_b.shape)}")
     tensors = {"ks": ks, "vs": vs, "k": k, "v": v, "kb": kb, "vb": vb}
@@ -131,6 +147,7 @@ def check_places(pos_b: torch.Tensor) -> None:
 
 def sequence_lengths(kernel: str, name: str, cu: torch.Tensor, total: int) -> list[int]:
     """Lengths of packed sequences from where they start; read on the host. ValueError unless they begin at 0, never fall and end at `total`."""
+    check_tensor(kernel, name, cu)
     if cu.dim() != 1 or not _whole(cu):
         raise ValueError(f"{kernel}: {name} must be integers [sequences + 1], got {cu.dtype} of shape {tuple(cu.shape)}")
     starts = [int(x) for x in cu.tolist()]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from mitigate.kernels import ops, reference, stream, visibility
 from mitigate.kernels.cases import AttendCase, PoolCase
+
+PACKED = (40, 1, 0, 93)  # lengths of packed sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,67 +55,70 @@ def _worst(
     return max(found, key=lambda pair: pair[0] / max(pair[1], 1e-300))
 
 
-def check_pool(case: PoolCase, device: torch.device, dtype: torch.dtype) -> Check:
-    """Pool against the reference."""
+def check_pool(case: PoolCase, device: torch.device, dtype: torch.dtype, *, packed: Sequence[int] = ()) -> Check:
+    """Pool against the reference; without gate channels uniform gates. `packed`: lengths of sequences in one row, instead of the case's."""
+    lengths, batch = list(packed) or [case.length], 1 if packed else case.batch
     generator = torch.Generator().manual_seed(0)
-    z = torch.randn(case.batch, case.length, case.roles, case.groups, case.channels, generator=generator)
-    u = torch.randn(case.batch, case.length, case.groups, case.dim, generator=generator)
-    window, stride, origin = case.window, case.stride, 1 - case.stride
-    role = torch.arange(case.window, device=device) // case.stride
+    u = torch.randn(batch, sum(lengths), case.roles_u, case.groups, case.dim, generator=generator)
+    gates = [torch.randn(batch, sum(lengths), case.roles, case.groups, case.channels, generator=generator)] if case.channels else []
+    grid: dict[str, Any] = {"window": case.window, "stride": case.stride, "origin": 1 - case.stride}
+    role = torch.arange(case.window) // case.stride
 
-    def plain(z: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-        return reference.pool(z[:, :, role.to(z.device)], u[:, :, None], window=window, stride=stride, origin=origin)[0]
+    def plain(u: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        logits = u.new_zeros(*u.shape[:2], 1, case.groups, 1).expand(-1, -1, case.window, -1, -1) if z is None else z[:, :, role.to(u.device)]
+        payload = u if case.roles_u == 1 else u[:, :, role.to(u.device)]
+        return torch.cat([reference.pool(*part, **grid)[0] for part in zip(logits.split(lengths, 1), payload.split(lengths, 1), strict=True)], dim=1)
+
+    def fast(u: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        return ops.pool(z, u, **grid, cu_seqlens=_starts(lengths).to(u.device) if packed else None)[0]
 
     start = time.perf_counter()
-    error, allowed = _worst(lambda z, u: ops.pool(z, u[:, :, None], window=window, stride=stride, origin=origin)[0], [plain], [z, u], dtype, device)
-    name = f"pool {'scalar' if case.channels == 1 else 'vector'} W{case.window} S{case.stride} D{case.dim} {dtype_name(dtype)}"
+    error, allowed = _worst(fast, [plain], [u, *gates], dtype, device)
+    kind = {0: "uniform", 1: "scalar"}.get(case.channels, "vector") + (" per role" if case.roles_u > 1 else "") + (" packed" if packed else "")
+    name = f"pool {kind} W{case.window} S{case.stride} D{case.dim} {dtype_name(dtype)}"
     return Check(kernel=name, backend=ops.backend(device), error=error, allowed=allowed, seconds=time.perf_counter() - start)
 
 
-def check_attend(case: AttendCase, device: torch.device, dtype: torch.dtype) -> Check:
-    """Attend with every bank against the reference."""
-    grid, origin, scale = (case.window, case.stride, 1 - case.stride), 1 - case.stride, case.dim**-0.5
-    count = visibility.num_windows(case.length, *grid)
+def check_attend(case: AttendCase, device: torch.device, dtype: torch.dtype, *, packed: Sequence[int] = ()) -> Check:
+    """Attend with every bank against the reference. `packed`: lengths of sequences in one row, instead of the case's."""
+    lengths, batch = list(packed) or [case.length], 1 if packed else case.batch
+    grid: dict[str, Any] = {"window": case.window, "stride": case.stride, "origin": 1 - case.stride}
+    scale = case.dim**-0.5
+    counts = [visibility.num_windows(n, **grid) for n in lengths]
     generator = torch.Generator().manual_seed(0)
-    sizes = ((case.heads, case.length), *[(case.groups, count)] * 2, *[(case.groups, case.length)] * 2)
-    parts = [torch.randn(case.batch, n, h, case.dim, generator=generator) for h, n in sizes]
-    t = torch.arange(case.length)
-    bypass = t[reference.is_bypassed(t, stride=case.stride, origin=origin, phases=(0,))]
-    seen = reference.visible(t, t, count, window=case.window, stride=case.stride, origin=origin, local=case.local, bypass=(0,))
+    sizes = ((case.heads, sum(lengths)), *[(case.groups, sum(counts))] * 2, *[(case.groups, sum(lengths))] * 2)
+    parts = [torch.randn(batch, n, h, case.dim, generator=generator) for h, n in sizes]
+    positions = [torch.arange(n) for n in lengths]
+    banks = [t[reference.is_bypassed(t, stride=case.stride, origin=grid["origin"], phases=(0,))] for t in positions]
 
     def plain(*parts: torch.Tensor, fused: bool = False) -> torch.Tensor:
-        q, ks, vs, k, v = (x.transpose(1, 2) for x in parts)
-        keys, values, visible = torch.cat([ks, k], dim=2), torch.cat([vs, v], dim=2), seen.to(q.device)
-        if fused:
-            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, scale=scale, enable_gqa=case.heads > case.groups)
-        else:
-            out = reference.attend(q, keys, values, visible, scale)
-        return out.transpose(1, 2)
+        split = [x.transpose(1, 2).split(n, dim=2) for x, n in zip(parts, (lengths, counts, counts, lengths, lengths), strict=True)]
+        outs = []
+        for t, count, q, ks, vs, k, v in zip(positions, counts, *split, strict=True):
+            visible = reference.visible(t, t, count, **grid, local=case.local, bypass=(0,)).to(q.device)
+            keys, values = torch.cat([ks, k], dim=2), torch.cat([vs, v], dim=2)
+            if fused:
+                out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, scale=scale, enable_gqa=case.heads > case.groups)
+            else:
+                out = reference.attend(q, keys, values, visible, scale)
+            outs.append(out.transpose(1, 2))
+        return torch.cat(outs, dim=1)
 
-    def fast(*parts: torch.Tensor) -> torch.Tensor:
-        pos = bypass.to(parts[0].device)
-        q, ks, vs, k, v = parts
-        out, _ = ops.attend(
-            q,
-            ks,
-            vs,
-            k,
-            v,
-            window=case.window,
-            stride=case.stride,
-            origin=origin,
-            local=case.local,
-            scale=scale,
-            kb_BPGD=k[:, pos],
-            vb_BPGV=v[:, pos],
-            pos_b=pos,
-        )
-        return out
+    def fast(q: torch.Tensor, ks: torch.Tensor, vs: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows = torch.cat([bank + first for bank, first in zip(banks, _starts(lengths).tolist(), strict=False)]).to(q.device)
+        rest: dict[str, Any] = {"kb_BPGD": k[:, rows], "vb_BPGV": v[:, rows], "pos_b": torch.cat(banks).to(q.device)}
+        if packed:
+            rest |= {"cu_seqlens": _starts(lengths).to(q.device), "cu_bypass": _starts([len(bank) for bank in banks]).to(q.device)}
+        return ops.attend(q, ks, vs, k, v, **grid, local=case.local, scale=scale, **rest)[0]
 
     start = time.perf_counter()
     error, allowed = _worst(fast, [plain, lambda *xs: plain(*xs, fused=True)], parts, dtype, device)
-    name = f"attend H{case.heads} G{case.groups} W{case.window} S{case.stride} D{case.dim} {dtype_name(dtype)}"
+    name = f"attend H{case.heads} G{case.groups}{' packed' if packed else ''} W{case.window} S{case.stride} D{case.dim} {dtype_name(dtype)}"
     return Check(kernel=name, backend=ops.backend(device), error=error, allowed=allowed, seconds=time.perf_counter() - start)
+
+
+def _starts(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)])
 
 
 def check_stream(device: torch.device, dtype: torch.dtype) -> Check:
@@ -135,37 +142,41 @@ def check_stream(device: torch.device, dtype: torch.dtype) -> Check:
 
 
 def check_decode(device: torch.device, dtype: torch.dtype) -> Check:
-    """Split-K decoding of one query against the reference; needs Triton and its device."""
-    from mitigate.kernels import decode
-
-    grid, local, scale, length, groups, dim = (16, 16, 0), 32, 0.125, 3001, 2, 64
+    """One query at the end of a long sequence, with bypassed tokens, against the reference."""
+    grid: dict[str, Any] = {"window": 16, "stride": 16, "origin": 0}
+    local, scale, length, groups, dim = 32, 0.125, 3001, 2, 64
     generator = torch.Generator().manual_seed(0)
-    count = visibility.num_windows(length, *grid)
+    count = visibility.num_windows(length, **grid)
     q, ks, vs, k, v = (torch.randn(2, n, h, dim, generator=generator).to(dtype) for n, h in ((1, 8), *[(count, groups)] * 2, *[(length, groups)] * 2))
     t = torch.arange(length)
-    visible = reference.visible(t[-1:], t, count, window=16, stride=16, origin=0, local=local)
+    visible = reference.visible(t[-1:], t, count, **grid, local=local, bypass=(0,))
+    low = visibility.exact_lo(length - 1, **grid, local=local)
+    bypassed = t[:low][reference.is_bypassed(t[:low], stride=16, origin=0, phases=(0,))]
 
     def plain(kind: torch.dtype, where: torch.device) -> torch.Tensor:
         a, b, c, d, e = (x.to(where, kind).transpose(1, 2) for x in (q, ks, vs, k, v))
         out = reference.attend(a, torch.cat([b, d], dim=2), torch.cat([c, e], dim=2), visible.to(where), scale)
-        return out.transpose(1, 2).double().cpu()
+        return out[:, :, 0].double().cpu()
 
-    start = time.perf_counter()
     right, other = plain(torch.float64, torch.device("cpu")), plain(dtype, device)
-    low = visibility.exact_lo(length - 1, *grid, local)
-    held = [x.to(device) for x in (q[:, 0], ks, vs, k[:, low:], v[:, low:])]
-    found = decode.decode_fwd(*held, window=16, stride=16, local=local, scale=scale, position=length - 1, k_start=low)[0][:, None].double().cpu()
+    banks = [x.to(device) for x in (q[:, 0], ks, vs, k[:, low:], v[:, low:], k[:, bypassed], v[:, bypassed])]
+    start = time.perf_counter()
+    found = ops.decode(*banks[:5], **grid, local=local, scale=scale, position=length - 1, kb_BPGD=banks[5], vb_BPGV=banks[6]).double().cpu()
     allowed = 2 * (float((other - right).abs().max()) + torch.finfo(dtype).eps * float(right.abs().max()))
     error = float((found - right).abs().max())
     return Check(kernel=f"decode {dtype_name(dtype)}", backend=ops.backend(device), error=error, allowed=allowed, seconds=time.perf_counter() - start)
 
 
 def small_checks(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Check]:
-    """Every kernel that this device runs, on small shapes: about a second on a CPU."""
-    pools = [check_pool(PoolCase(batch=2, groups=2, length=93, dim=16, window=16, stride=8, channels=channels), device, dtype) for channels in (1, 16)]
-    attends = [check_attend(AttendCase(batch=2, heads=4, groups=groups, length=93, dim=16, window=16, stride=8, local=5), device, dtype) for groups in (1, 4)]
-    decodes = [check_decode(device, dtype)] if device.type == "cuda" and ops.has_triton() else []
-    return [*pools, *attends, *decodes, check_stream(device, dtype)]
+    """Every operator and every kind of gate, payload and sequence, on small shapes: about a second on a CPU, longer where Triton must compile first."""
+    pool: dict[str, Any] = {"batch": 2, "groups": 2, "length": 93, "dim": 16, "window": 16, "stride": 8}
+    pools = [check_pool(PoolCase(**pool, channels=channels), device, dtype) for channels in (1, 16, 0)]
+    pools.append(check_pool(PoolCase(**pool, channels=16, roles_u=2), device, dtype))
+    pools.append(check_pool(PoolCase(**pool, channels=1), device, dtype, packed=PACKED))
+    attend: dict[str, Any] = {"batch": 2, "heads": 4, "length": 93, "dim": 16, "window": 16, "stride": 8, "local": 5}
+    attends = [check_attend(AttendCase(**attend, groups=groups), device, dtype) for groups in (1, 4)]
+    attends.append(check_attend(AttendCase(**attend, groups=2), device, dtype, packed=PACKED))
+    return [*pools, *attends, check_decode(device, dtype), check_stream(device, dtype)]
 
 
 def check_table(checks: Sequence[Check]) -> list[str]:

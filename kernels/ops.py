@@ -191,6 +191,8 @@ def attend(
     arguments.check_grid("attend", window, stride, origin)
     arguments.check_local("attend", local)
     arguments.check_banks("attend", q_BTHD, "BTHD", ks=ks_BNGD, vs=vs_BNGV, k=k_BTGD, v=v_BTGV, kb=kb_BPGD, vb=vb_BPGV, pos_b=pos_b)
+    if cu_seqlens is not None and (q_start is not None or k_start):
+        raise ValueError(f"attend: packed sequences start at position 0, so q_start and k_start must not be given, got {q_start} and {k_start}")
     kb = k_BTGD[:, :0] if kb_BPGD is None else kb_BPGD
     vb = v_BTGV[:, :0] if vb_BPGV is None else vb_BPGV
     pos = torch.empty(0, dtype=torch.int32, device=q_BTHD.device) if pos_b is None else pos_b
@@ -232,6 +234,8 @@ def _attend(
         assert lse is not None
         return out.transpose(1, 2), lse.transpose(1, 2)
 
+    if not q.shape[2]:
+        return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=_wide(q))
     grid = (window, stride, origin)
     if cu_seqlens is None:
         arguments.check_places(pos)
@@ -297,6 +301,9 @@ def _attend_backward(
         dq, dks, dvs, dk, dv, dkb, dvb = found
         return dq, dks, dvs, dk, dv, torch.zeros_like(kb) if dkb is None else dkb, torch.zeros_like(vb) if dvb is None else dvb
     parts = (q, ks, vs, k, v, kb, vb)
+    if not q.shape[2]:
+        dq, dks, dvs, dk, dv, dkb, dvb = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in parts)
+        return dq, dks, dvs, dk, dv, dkb, dvb
     calls = _calls(parts, pos, (window, stride, origin), local, q_start, k_start, cu_seqlens, cu_bypass)
     douts = [dout] if cu_seqlens is None else [dout[:, rows] for rows in _slices(cu_seqlens)]
     each = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,10 @@ def found() -> doctor.Examination:
 
 def test_every_kernel_is_checked_and_right(found: doctor.Examination) -> None:
     assert found.healthy
-    assert {check.kernel.split()[0] for check in found.checks} >= {"pool", "attend", "append"}
+    names = [check.kernel for check in found.checks]
+    assert {name.split()[0] for name in names} == {"pool", "attend", "decode", "append"}, "every operator"
+    for words in ("pool scalar", "pool vector", "pool uniform", "pool vector per role", "pool scalar packed", "attend H4 G1", "attend H4 G2 packed"):
+        assert sum(name.startswith(f"{words} W") for name in names) == 1, words
     assert all(0 < check.error <= check.allowed for check in found.checks)
     assert sum(check.seconds for check in found.checks) < 60
 
@@ -48,12 +52,17 @@ def test_a_failed_check_is_said_loudly(found: doctor.Examination, error: float, 
     assert doctor.run() == 1
 
 
-def test_a_wrong_kernel_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ops.attend
-    monkeypatch.setattr(ops, "attend", lambda *args, **kwargs: (right(*args, **kwargs)[0] * 1.001, None))
-    checks = {check.kernel: check.passed for check in small_checks(torch.device("cpu"))}
-    assert not any(passed for name, passed in checks.items() if name.startswith("attend"))
-    assert all(passed for name, passed in checks.items() if not name.startswith("attend"))
+@pytest.mark.parametrize("name", ["pool", "attend", "decode", "append"])
+def test_a_wrong_kernel_fails_its_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(ops, name)
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        found = right(*args, **kwargs)
+        return (found[0] * 1.001, None) if isinstance(found, tuple) else found * 1.001
+
+    monkeypatch.setattr(ops, name, wrong)
+    for check in small_checks(torch.device("cpu")):
+        assert check.passed != check.kernel.startswith(name), check
 
 
 def test_notes() -> None:

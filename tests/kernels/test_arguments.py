@@ -68,9 +68,11 @@ def u(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (u(1, 30, 3, 6), r"pool: u must be \[B, T, U, G, D\], got shape \(1, 30, 3, 6\)"),
-        (z(1, 30, 3, 1), r"pool: z must be \[B, T, Z, G, E\], got shape"),
+        (u(1, 30, 3, 6), r"pool: u must be \[B, T, U, G, D\] with D of at least 1, got shape \(1, 30, 3, 6\)"),
+        (z(1, 30, 3, 1), r"pool: z must be \[B, T, Z, G, E\] with E of at least 1, got shape"),
         (u(1, 30, 3, 3, 6), r"pool: u must have 1 role or 2, window 8 over stride 4, got 3"),
+        ({**u(1, 30, 2, 3, 6), "stride": 8}, r"pool: u must have 1 role, window 8 over stride 8, got 2"),
+        (u(1, 30, 1, 3, 0), r"pool: u must be \[B, T, U, G, D\] with D of at least 1, got shape \(1, 30, 1, 3, 0\)"),
         (z(1, 30, 5, 3, 1), r"pool: z must have 1 role or 2, window 8 over stride 4, got 5"),
         (z(1, 30, 2, 3, 2), r"pool: z must have 1 or 6 gate channels, got 2"),
         (z(1, 29, 2, 3, 1), r"pool: z and u must agree in batch, tokens and kv heads, got \(1, 29, 2, 3, 1\) and \(1, 30, 1, 3, 6\)"),
@@ -110,9 +112,9 @@ ZEROS = torch.zeros
     ("changes", "words"),
     [
         ({"local": -1}, r"attend: local must be at least 0, got -1"),
-        ({"q_BTHD": ZEROS(1, 30, 8)}, r"attend: q must be \[B, T, H, D\], got shape \(1, 30, 8\)"),
-        ({"ks_BNGD": ZEROS(7, 3, 8)}, r"attend: ks must be \[B, N, G, D\], got shape"),
-        ({"v_BTGV": ZEROS(1, 30, 24)}, r"attend: v must be \[B, T, G, V\], got shape"),
+        ({"q_BTHD": ZEROS(1, 30, 8)}, r"attend: q must be \[B, T, H, D\] with D of at least 1, got shape \(1, 30, 8\)"),
+        ({"ks_BNGD": ZEROS(7, 3, 8)}, r"attend: ks must be \[B, N, G, D\] with D of at least 1, got shape"),
+        ({"v_BTGV": ZEROS(1, 30, 24)}, r"attend: v must be \[B, T, G, V\] with V of at least 1, got shape"),
         ({"q_BTHD": ZEROS(1, 30, 4, 8)}, r"attend: 3 kv heads must divide 4 query heads"),
         ({"q_BTHD": ZEROS(1, 30, 6, 4)}, r"attend: q \(1, 30, 6, 4\), keys \(1, 7, 3, 8\) and values \(1, 7, 3, 8\) do not fit"),
         ({"vs_BNGV": ZEROS(1, 6, 3, 8)}, r"keys \(1, 7, 3, 8\) and values \(1, 6, 3, 8\) do not fit"),
@@ -155,7 +157,7 @@ def test_several_dtypes(name: str) -> None:
         ({"local": -1}, r"decode: local must be at least 0, got -1"),
         ({"position": -1}, r"decode: position must be at least 0, got -1"),
         ({"position": 33}, r"decode: the query at 33 sees 8 summaries and 4 exact tokens, the banks hold 7 and 4"),
-        ({"q_BHD": ZEROS(1, 1, 6, 8)}, r"decode: q must be \[B, H, D\], got shape"),
+        ({"q_BHD": ZEROS(1, 1, 6, 8)}, r"decode: q must be \[B, H, D\] with D"),
         ({"q_BHD": ZEROS(1, 5, 8)}, r"decode: 3 kv heads must divide 5 query heads"),
         ({"v_BXGV": ZEROS(1, 3, 3, 8)}, r"decode: q .* do not fit"),
         ({"kb_BPGD": ZEROS(1, 3, 3, 8)}, r"decode: kb and vb come together"),
@@ -187,6 +189,29 @@ def test_append_refuses_and_changes_nothing(changes: dict[str, Any], words: str)
             run(state, given["z_BTZGE"], given["u_BTUGD"])
     assert state.seen == before.seen == 5
     assert all(torch.equal(getattr(state, name), getattr(before, name)) for name in ("most", "total", "weighted"))
+
+
+@pytest.mark.parametrize(
+    ("run", "changes", "words"),
+    [
+        (pool, {"u_BTUGD": [[1.0]]}, r"pool: u must be a tensor, got list"),
+        (pool, {"cu_seqlens": [0, 30]}, r"pool: cu_seqlens must be a tensor, got list"),
+        (attend, {"k_BTGD": ZEROS(1, 30, 3, 8).numpy()}, r"attend: k must be a tensor, got ndarray"),
+        (attend, bank(pos_b=[0, 1]), r"attend: pos_b must be a tensor, got list"),
+        (decode, {"q_BHD": 1.0}, r"decode: q must be a tensor, got float"),
+        (append, {"z_BTZGE": "z"}, r"append: z must be a tensor, got str"),
+    ],
+)
+def test_things_that_are_no_tensors(run: Callable[..., Any], changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        run(**changes)
+
+
+def test_packed_sequences_start_at_zero() -> None:
+    packed = {"cu_seqlens": torch.tensor([0, 30])}
+    for given, got in (({"q_start": 3}, "3 and 0"), ({"k_start": 3}, "None and 3"), ({"q_start": 0}, "0 and 0")):
+        with pytest.raises(ValueError, match=f"attend: packed sequences start at position 0, so q_start and k_start must not be given, got {got}"):
+            attend(**packed, **given)
 
 
 def test_channels_of_a_stream() -> None:

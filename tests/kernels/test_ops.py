@@ -257,6 +257,12 @@ def test_nothing_at_all() -> None:
         assert out.shape == (batch, length, 4, 4)
         out.sum().backward()
         assert all(x.grad is not None and x.grad.shape == x.shape for x in leaves)
+    for heads, groups in ((0, 0), (0, 2)):
+        leaves = [x.requires_grad_() for x in attend_parts(grid, 9, 9, heads=heads, groups=groups)]
+        out = our_attend(leaves, grid, 4)
+        assert out.shape == (2, 9, 0, 4)
+        out.sum().backward()
+        assert all(x.grad is not None and x.grad.shape == x.shape and not x.grad.any() for x in leaves)
     z, u = (x.requires_grad_() for x in draw((0, 9, 1, 2, 1), (0, 9, 1, 2, 3)))
     assert ops.pool(z, u, **named(grid))[0].shape == (0, 1, 2, 3)
 

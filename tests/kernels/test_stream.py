@@ -101,6 +101,29 @@ def test_as_precise_as_one_pass(dtype: torch.dtype, scale: float) -> None:
         assert_as_good_as(found, one_pass(z, u, grid), one_pass(z.double(), u.double(), grid), f"{grid}")
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_tokens_masked_by_a_logit_of_minus_infinity(channels: int) -> None:
+    """They have no weight wherever they stand; a window of nothing else has no summary, in a stream as in one pass."""
+    grid = (8, 4, -3)
+    z, u = tokens(grid, 41, channels)
+    z[:, ::3] = z[:, 16:19] = float("-inf")
+    wanted = one_pass(z, u, grid)
+    assert torch.isfinite(wanted).all()
+    for sizes in ([41], [1], [3, 2]):
+        torch.testing.assert_close(feed(fresh(z, grid), z, u, sizes), wanted, atol=1e-12, rtol=0)
+    z[:, 9:17] = float("-inf")
+    wanted = one_pass(z, u, grid)
+    assert wanted.isnan().any()
+    torch.testing.assert_close(feed(fresh(z, grid), z, u, [1]), wanted, atol=1e-12, rtol=0, equal_nan=True)
+
+
+def test_no_gradient_keeps_the_tokens() -> None:
+    z, u = tokens((8, 4, 0), 20)
+    state = fresh(z, (8, 4, 0))
+    found = stream.append(state, z.requires_grad_(), u.requires_grad_())
+    assert not any(x.requires_grad for x in (found, state.most, state.total, state.weighted))
+
+
 def test_the_state_is_small_and_constant() -> None:
     state = stream.start(1, 1, 128, window=32, stride=16)
     assert state.bytes == 4 * 2 * (2 * 1 + 128) == 1040, "1.0 KB per head and branch"

@@ -117,6 +117,15 @@ def test_logits_far_apart_and_far_from_zero() -> None:
         assert_as_good_as(found, plain(z, u, grid), plain(z.double(), u.double(), grid), f"{scale}")
 
 
+def test_tokens_masked_by_a_logit_of_minus_infinity() -> None:
+    grid = (8, 4, -3)
+    z, u = (x.float() for x in inputs(grid, 25, "scalar"))
+    z[:, ::3] = z[:, 5:13] = float("-inf")
+    right = plain(z.double(), u.double(), grid)
+    assert right.isnan().any()
+    torch.testing.assert_close(feed(start(z, u, grid), z, u, [1, 4]).double(), right, atol=1e-6, rtol=0, equal_nan=True)
+
+
 def test_inputs_with_any_strides() -> None:
     """Slices of packed tensors and expanded ones are read as they are; what lies beside them is NaN."""
     grid, dim = (8, 4, -3), 8

@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from mitigate import attached_layer
 from mitigate.config import VariantConfig
-from mitigate.kernels import ops
+from mitigate.kernels import checks, ops
 from mitigate.surgery import Attachment
 
 if interpreter.INSTALLED:
@@ -112,6 +112,15 @@ def test_llama(name: str, monkeypatch: pytest.MonkeyPatch, launched: dict[str, i
 @pytest.mark.parametrize("name", QWEN3)
 def test_qwen3(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check("qwen3", VARIANTS[name], monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_self_check_of_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `mitigate doctor` and the bench run there, whole."""
+    forced(monkeypatch, triton=True)
+    found = checks.small_checks(torch.device("cpu"), dtype)
+    assert all(check.passed and check.backend.startswith("triton-") for check in found), found
+    assert {check.kernel.split()[0] for check in found} == {"pool", "attend", "decode", "append"}
 
 
 interpreter.own_process(globals(), __file__)

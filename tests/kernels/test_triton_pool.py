@@ -194,6 +194,23 @@ def test_any_strides() -> None:
         assert torch.equal(ours, right)
 
 
+@pytest.mark.parametrize("kind", ["scalar", "vector"])
+def test_tokens_masked_by_a_logit_of_minus_infinity(kind: str) -> None:
+    """No weight and no gradient; a window of nothing else is NaN, as softmax has it."""
+    grid = (8, 4, -3)
+    z, u = (x.float() for x in inputs(grid, 25, kind))
+    z[:, 1::3] = float("-inf")
+    dout = torch.ones(2, visibility.num_windows(25, *grid), 2, 5)
+    out, dz, du = kernels(z, u, dout, grid)
+    right = plain(z.double(), u.double(), grid)
+    torch.testing.assert_close(out.double(), right, atol=1e-6, rtol=0)
+    assert not dz[:, 1::3].any()
+    assert not du[:, 1::3].any()
+    z[:, 5:13] = float("-inf")
+    found, _ = pool.pool_fwd(z, u, window=8, stride=4, origin=-3)
+    torch.testing.assert_close(found.double(), plain(z.double(), u.double(), grid), atol=1e-6, rtol=0, equal_nan=True)
+
+
 def test_a_last_dimension_with_gaps_is_refused() -> None:
     with pytest.raises(ValueError, match="the last dimension of u must have stride 1"):
         pool.pool_fwd(None, torch.randn(1, 8, 1, 1, 8)[..., ::2], window=4, stride=4)
