@@ -508,7 +508,7 @@ def append(state: stream.State, z_BTZGE: Tensor | None, u_BTUGD: Tensor) -> Tens
     """Take in the next T tokens of a stream; changes the state in place.
 
     Args:
-        state: of `stream.start`, on the device of the tokens; on CUDA its sums are fp32.
+        state: of `stream.start`, on the device of the tokens; sums wider than fp32 are plain PyTorch's on every device.
         z_BTZGE: gate logits by role, bias included; Z = 1: one logit for all roles; None: uniform gates.
         u_BTUGD: payload by role; U = 1: one payload for all roles.
 
@@ -531,7 +531,7 @@ def append(state: stream.State, z_BTZGE: Tensor | None, u_BTUGD: Tensor) -> Tens
 
 @torch.library.custom_op("mitigate::append", mutates_args=("most", "total", "weighted"))
 def _append(z: Tensor, u: Tensor, most: Tensor, total: Tensor, weighted: Tensor, window: int, stride: int, origin: int, seen: int, count: int) -> Tensor:
-    if runs_triton(u.device):
+    if runs_triton(u.device) and most.dtype == torch.float32:
         from mitigate.kernels import append as kernel
 
         return kernel.append(_unit(z), _unit(u), most, total, weighted, window=window, stride=stride, origin=origin, seen=seen)

@@ -160,6 +160,13 @@ def test_nothing_at_all() -> None:
         assert state.seen == length
 
 
+def test_a_wide_state_is_plain_pytorch() -> None:
+    grid = (8, 4, -3)
+    z, u = inputs(grid, 15, "scalar")
+    state = stream.start(1, 2, 5, window=8, stride=4, origin=-3, wide=torch.float64)
+    torch.testing.assert_close(feed(state, z, u, [4]), plain(z, u, grid), atol=1e-12, rtol=0)
+
+
 def test_a_small_tile_gives_the_same() -> None:
     grid = (12, 8, 0)
     z, u = (x.float() for x in inputs(grid, 30, "vector", dim=8))
