@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from mitigate.checkpoint import read_checkpoint, write_checkpoint
 from mitigate.config import BaseConfig, ConfigError, TaskConfig, VariantConfig, WorkFailed, content_hash, to_dict
 from mitigate.files import write_atomic
 from mitigate.readout import logits_at
@@ -30,6 +31,8 @@ from mitigate.tasks.prompts import Prompts
 PASS_ACCURACY = 0.9  # running accuracy at which the curriculum doubles the records
 PREVIOUS_WEIGHT = 0.5  # of the previous-token loss
 HELPED_RECORDS = 2  # steps of the curriculum up to here get it
+CHECKPOINT_FILE = "checkpoint.pt"
+CHECKPOINT_EVERY = 100  # updates: some seconds; a checkpoint of the default base is 1.6 MB
 PERFECT = 0.99  # accuracy on fresh prompts below which a base is refused: its faults would be taken for the compressor's
 
 
@@ -123,7 +126,8 @@ def files(config: BaseConfig, cache: Path) -> dict[str, bytes]:
 def load(config: BaseConfig, cache: Path, *, log: Callable[[str], None] = lambda line: None) -> Base:
     """The base of a config, from the cache or trained now. Two processes that ask at once train it once.
 
-    A cached base is checked against its recorded sha256 and config; one that does not match is trained again.
+    A cached base is checked against its recorded sha256 and config; one that does not match is trained again. A training that was cut short goes on from
+    its checkpoint in the cache, which is removed once the base is there.
     """
     folder = cache / "bases" / content_hash(config)[:16]
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,6 +135,7 @@ def load(config: BaseConfig, cache: Path, *, log: Callable[[str], None] = lambda
         found = _read(config, folder, log)
         if found is None:
             found = _train_and_store(config, folder, log)
+        (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
     return found
 
 
@@ -153,7 +158,7 @@ def _read(config: BaseConfig, folder: Path, log: Callable[[str], None]) -> Base 
 
 
 def _train_and_store(config: BaseConfig, folder: Path, log: Callable[[str], None]) -> Base:
-    model = train(config, log=log)
+    model = train(config, checkpoint=folder / CHECKPOINT_FILE, log=log)
     accuracy = check(model, config.task, seed=config.seed)
     if accuracy < PERFECT:
         raise BaseNotLearned(
@@ -173,49 +178,82 @@ def _with_records(task: TaskConfig, records: int) -> TaskConfig:
     return dataclasses.replace(task, records=records, filler=round(task.filler * share), filler_in_sequence=round(task.filler_in_sequence * share))
 
 
-def train(config: BaseConfig, *, log: Callable[[str], None] = lambda line: None) -> PreTrainedModel:
+class _Run:
+    """Everything that the training of a base continues from."""
+
+    def __init__(self, config: BaseConfig) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.model = build(config)
+        self.rng = np.random.default_rng(config.seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+        self.done, self.records, self.running, self.settling = 0, min(2, config.task.records), 0.0, 0
+        self._identity = content_hash(config)
+
+    def write(self, path: Path) -> None:
+        """Whole or not at all."""
+        counts = {"done": self.done, "records": self.records, "running": self.running, "settling": self.settling}
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "rng": self.rng.bit_generator.state}
+        write_checkpoint(path, self._identity, state | counts)
+
+    def read(self, path: Path) -> None:
+        """Go on from a file; one that is missing, damaged or of another run changes nothing."""
+        state = read_checkpoint(path, self._identity)
+        if state is None:
+            return
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.rng.bit_generator.state = state["rng"]
+        self.done, self.records, self.running, self.settling = (state[name] for name in ("done", "records", "running", "settling"))
+
+
+def train(config: BaseConfig, *, checkpoint: Path | None = None, log: Callable[[str], None] = lambda line: None) -> PreTrainedModel:
     """Train a base by the curriculum: 2 records, doubled each time the running accuracy passes 0.9, up to the task's.
 
     The rate stays put until the last step of the curriculum is passed, then decays to a tenth over `config.settle` updates. In the first
     steps a second loss asks the first layer for the previous token, read out through the embedding: retrieval is built on it, and the
     shared directions let the second layer compare it with the queried key. Without it the plateau at two records has no reliable end.
 
+    Args:
+        checkpoint: file to go on from, if it is there, and to leave the state in every `CHECKPOINT_EVERY` updates. On one machine and one number of
+            threads, going on gives bit for bit what training in one go gives. A file of another config is not looked at.
+
     Raises:
         BaseNotLearned: the curriculum is not through after `config.updates` updates.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = build(config)
-    rng = np.random.default_rng(config.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    last = config.task.records
-    records, running, settling = min(2, last), 0.0, 0
-    model.train()
-    for step in range(config.updates + config.settle):
-        if step >= config.updates and not settling:
+    run, last = _Run(config), config.task.records
+    if checkpoint is not None:
+        run.read(checkpoint)
+    if run.done:
+        log(f"base: going on after update {run.done}")
+    run.model.train()
+    for step in range(run.done, config.updates + config.settle):
+        if step >= config.updates and not run.settling:
             raise BaseNotLearned(
-                f"base {content_hash(config)[:12]} is still at {records} of {last} records after {step} updates (running accuracy {running:.2f}); "
+                f"base {content_hash(config)[:12]} is still at {run.records} of {last} records after {step} updates (running accuracy {run.running:.2f}); "
                 "raise BaseConfig.updates or change BaseConfig.seed"
             )
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * (1 - 0.9 * settling / config.settle)
-        batch = max(32, config.tokens_per_batch // max(records, 4))
-        prompts = retrieval.training_batch(_with_records(config.task, records), rng, batch, "outer" if step % 2 == 0 else "in_sequence")
-        loss, accuracy = _loss(model, prompts, help_first_layer=records <= HELPED_RECORDS)
-        optimizer.zero_grad(set_to_none=True)
+        for group in run.optimizer.param_groups:
+            group["lr"] = config.learning_rate * (1 - 0.9 * run.settling / config.settle)
+        batch = max(32, config.tokens_per_batch // max(run.records, 4))
+        prompts = retrieval.training_batch(_with_records(config.task, run.records), run.rng, batch, "outer" if step % 2 == 0 else "in_sequence")
+        loss, accuracy = _loss(run.model, prompts, help_first_layer=run.records <= HELPED_RECORDS)
+        run.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        running = 0.9 * running + 0.1 * accuracy
+        nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+        run.optimizer.step()
+        run.done, run.running = step + 1, 0.9 * run.running + 0.1 * accuracy
         if step % 50 == 49:
-            log(f"base: update {step + 1}, {records} of {last} records, loss {float(loss.detach()):.3f}, running accuracy {running:.3f}")
-        if settling or (running > PASS_ACCURACY and records == last):
-            settling += 1
-            if settling > config.settle:
+            log(f"base: update {run.done}, {run.records} of {last} records, loss {float(loss.detach()):.3f}, running accuracy {run.running:.3f}")
+        if run.settling or (run.running > PASS_ACCURACY and run.records == last):
+            run.settling += 1
+            if run.settling > config.settle:
                 break
-        elif running > PASS_ACCURACY:
-            records, running = min(records * 2, last), 0.0
-    return model.eval()
+        elif run.running > PASS_ACCURACY:
+            run.records, run.running = min(run.records * 2, last), 0.0
+        if checkpoint is not None and run.done % CHECKPOINT_EVERY == 0:
+            run.write(checkpoint)
+    return run.model.eval()
 
 
 def _loss(model: PreTrainedModel, prompts: Prompts, *, help_first_layer: bool) -> tuple[torch.Tensor, float]:

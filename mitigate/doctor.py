@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import dataclass
 
 import torch
 
+from mitigate.cores import usable_cores
 from mitigate.kernels import ops
 from mitigate.kernels.checks import Check, check_table, small_checks
 from mitigate.rows import installed_versions
@@ -47,8 +47,7 @@ def examine() -> Examination:
 
 def devices() -> tuple[Device, ...]:
     """The CPU first, then every CUDA device."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    words = f"{platform.machine()}, {cores} cores to use, {torch.get_num_threads()} torch threads, {torch.backends.cpu.get_cpu_capability()}"
+    words = f"{platform.machine()}, {usable_cores()} cores to use, {torch.get_num_threads()} torch threads, {torch.backends.cpu.get_cpu_capability()}"
     found = [Device(name="cpu", details=words, backend=ops.backend("cpu"))]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         card = torch.cuda.get_device_properties(index)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from mitigate import registry
+from mitigate.checkpoint import read_checkpoint, write_checkpoint
 from mitigate.config import TaskConfig, TrainConfig, VariantConfig, WorkFailed, content_hash
-from mitigate.files import write_atomic
 from mitigate.readout import logits_at
 from mitigate.surgery import Attachment
 from mitigate.tasks import retrieval
@@ -119,17 +117,12 @@ class _Run:
     def write(self, path: Path) -> None:
         """Whole or not at all."""
         state = {name: part.state_dict() for name, part in self._parts.items()}
-        stream = io.BytesIO()
-        torch.save({"identity": self._identity, "losses": self.losses, "tokens": self.tokens, "rng": self.rng.bit_generator.state} | state, stream)
-        write_atomic(path, stream.getvalue())
+        write_checkpoint(path, self._identity, {"losses": self.losses, "tokens": self.tokens, "rng": self.rng.bit_generator.state} | state)
 
     def read(self, path: Path) -> None:
         """Go on from a file; one that is missing, damaged or of another run changes nothing."""
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
-            return
-        if state.get("identity") != self._identity:
+        state = read_checkpoint(path, self._identity)
+        if state is None:
             return
         for name, part in self._parts.items():
             part.load_state_dict(state[name])

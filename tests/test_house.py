@@ -26,8 +26,8 @@ PACKAGE = "mitigate"
 # A unit is a module of the package, or a folder with all that is under it. Imports go down, or stay within a unit.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"", "files", "geometry", "config", "config_finetune", "config_search", "config_files"})  # "" is mitigate/__init__.py
-    | {"rows", "stage", "stats", "spectrum", "kernels"},
-    frozenset({"registry", "variants", "compressor", "outcomes", "attachable", "call"}),
+    | {"rows", "cores", "stage", "stats", "spectrum", "kernels"},
+    frozenset({"registry", "variants", "compressor", "outcomes", "attachable", "call", "checkpoint"}),
     frozenset({"attached_layer", "surgery", "converted", "cache", "readout", "bases", "tasks"}),
     frozenset({"train", "score", "cost", "perplexity"}),
     frozenset({"trial", "evaluate", "finetune", "generate", "paper"}),

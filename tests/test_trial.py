@@ -154,7 +154,7 @@ def test_a_damaged_base_is_trained_again(base_cache: Path, tmp_path: Path, monke
     whole = bases.load(BASE, tmp_path / "cache")
     trained: list[BaseConfig] = []
 
-    def stand_in(config: BaseConfig, *, log: Any) -> Any:
+    def stand_in(config: BaseConfig, **options: Any) -> Any:
         trained.append(config)
         return copy.deepcopy(whole.model)
 
@@ -176,7 +176,7 @@ def test_two_that_ask_at_once_train_once(base_cache: Path, tmp_path: Path, monke
     model = bases.load(BASE, base_cache).model
     trained: list[int] = []
 
-    def slow(config: BaseConfig, *, log: Any) -> Any:
+    def slow(config: BaseConfig, **options: Any) -> Any:
         trained.append(1)
         time.sleep(0.3)
         return copy.deepcopy(model)
@@ -196,7 +196,7 @@ def test_a_base_below_the_bar_is_refused(base_cache: Path, tmp_path: Path, monke
     model = bases.load(BASE, base_cache).model
     with torch.no_grad():
         model.lm_head.weight[NEEDLE.keys + 3] = 0  # one name can no longer be said
-    monkeypatch.setattr(bases, "train", lambda config, log: model)
+    monkeypatch.setattr(bases, "train", lambda config, **options: model)
     with pytest.raises(bases.BaseNotLearned, match=r"retrieves 0\.\d+ of fresh queries.*, below 0\.99; raise"):
         bases.load(BASE, tmp_path)
     assert not list(tmp_path.rglob("*.safetensors"))

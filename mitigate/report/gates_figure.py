@@ -16,6 +16,7 @@ from mitigate.report.style import COLOURS, new_figure, styled
 from mitigate.rows import Row
 
 MOST_PANELS, MOST_STRIPS = 6, 12
+LEAST_WIDTH = 5.8  # inches: the title's
 
 
 def gate_profiles(found: Sequence[tuple[Row, list[GateProfile]]], why_none: str = "No trial here has weights with a static gate") -> Figure:
@@ -28,7 +29,7 @@ def gate_profiles(found: Sequence[tuple[Row, list[GateProfile]]], why_none: str 
         across = min(3, len(shown))
         down = -(-len(shown) // across)
         strips = max(min(len(profiles), MOST_STRIPS) for _, profiles in shown)
-        figure = new_figure(3.5 * across + 0.4, down * (0.85 + 0.42 * strips) + 0.75)
+        figure = new_figure(max(3.5 * across + 0.4, LEAST_WIDTH), down * (0.85 + 0.42 * strips) + 0.75)
         outer = figure.add_gridspec(down, across)
         for place, (row, profiles) in enumerate(shown):
             cell = outer[place // across, place % across].subgridspec(min(len(profiles), MOST_STRIPS), 1, hspace=0.12)

@@ -36,6 +36,8 @@ def attend_scaling(rows: Sequence[dict[str, Any]]) -> Figure:
         _panel(right, rows, "peak_mib", "peak memory above the inputs (MiB)", "Memory of forward and backward")
         _slope(left, rows, "us_per_query", 1, "grows with T")
         _slope(right, rows, "peak_mib", 1, "grows with T")
+        _stop(left, rows, "us_per_query")
+        _stop(right, rows, "peak_mib")
         left.legend(loc="upper left")
         return figure
 
@@ -65,6 +67,15 @@ def _slope(axes: Axes, rows: Sequence[dict[str, Any]], key: str, power: int, wor
     (low, _), (high, top) = points[0], points[-1]
     axes.plot([low, high], [top * (low / high) ** power, top], color=style.COLOURS["faint"], linewidth=1.0, zorder=1)
     axes.annotate(words, (low, top * (low / high) ** power), xytext=(4, -9), textcoords="offset points", color=style.COLOURS["muted"], fontsize=8)
+
+
+def _stop(axes: Axes, rows: Sequence[dict[str, Any]], key: str) -> None:
+    """Beside the last point of masked SDPA, where the training path goes further: why it has no other."""
+    points = sorted((row["length"], row[key]) for row in rows if row["way"] == "masked SDPA")
+    if not points or points[-1][0] == max(row["length"] for row in rows):
+        return
+    words = f"not run beyond {points[-1][0] / 1024:.0f}K tokens:\nits mask and its time\ngrow with T²"
+    axes.annotate(words, points[-1], xytext=(9, 6), textcoords="offset points", color=style.COLOURS["vermillion"], fontsize=8, va="top")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

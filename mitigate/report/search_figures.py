@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,20 +116,39 @@ def parallel_coordinates(rows: Sequence[Row], choices: dict[str, Any] | None = N
 
 
 def _kept_axis(rows: Sequence[Row]) -> tuple[str, list[float], list[tuple[float, str]]]:
-    """KV bytes kept on a log axis, fewest on top: name, heights, and marks at values that occur."""
-    kept = np.array([row.cost.kv_kept if row.cost else 1.0 for row in rows])
-    low, high = np.log2(kept.min()), np.log2(kept.max())
-    span = high - low or 1.0
-    distinct = sorted(set(kept.tolist()), reverse=True)
-    marks = [(float((high - np.log2(value)) / span) if high > low else 0.5, f"{100 * value:.3g} %") for value in distinct]
-    return "KV kept", ((high - np.log2(kept)) / span if high > low else np.full(len(kept), 0.5)).tolist(), _apart(marks)
+    """KV bytes kept on a log axis, fewest on top: name, heights, and marks at round values. What does not vary stands in the middle."""
+    kept = np.array([100 * row.cost.kv_kept if row.cost else 100.0 for row in rows])
+    low, high = float(kept.min()), float(kept.max())
+    if high < (1 + 1e-4) * low:
+        low, high = 0.8 * low, 1.25 * high
+
+    def height(values: list[float]) -> list[float]:
+        return [math.log(high / value) / math.log(high / low) for value in values]
+
+    values = _round_within(low, high)
+    return "KV kept", height(kept.tolist()), _apart([(at, f"{value:.10g} %") for at, value in zip(height(values), values, strict=True)])
 
 
 def _a_min_axis(rows: Sequence[Row]) -> tuple[str, list[float], list[tuple[float, str]]]:
-    """A_min from 0 to its best value."""
+    """A_min from 0 to the first round value that nothing exceeds."""
     worst = np.array([row.a_min or 0.0 for row in rows])
-    top = float(worst.max()) or 1.0
-    return "A_min", (worst / top).tolist(), [(value / top, f"{value:.2f}") for value in np.linspace(0, top, 5).tolist()]
+    values = _round_around(0.0, float(worst.max()) or 1.0)
+    return "A_min", (worst / values[-1]).tolist(), [(value / values[-1], f"{value:.10g}") for value in values]
+
+
+def _round_around(low: float, high: float) -> list[float]:
+    """Evenly spaced round values, at most six steps, the first not above `low` and the last not below `high`."""
+    return [float(value) for value in ticker.MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)]
+
+
+def _round_within(low: float, high: float) -> list[float]:
+    """Round values from `low` to `high`, both above 0: 1, 2 and 5 of each decade where there are three of them, else evenly spaced ones."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for values in ([times * 10.0**decade for decade in decades for times in (1, 2, 5)], _round_around(low, high)):
+        within = [value for value in values if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+        if len(within) >= 3:
+            break
+    return within
 
 
 def _apart(marks: list[tuple[float, str]], least: float = 0.07) -> list[tuple[float, str]]:

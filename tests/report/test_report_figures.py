@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from mitigate.config import VariantConfig
-from mitigate.report import figures, style
+from mitigate.report import figures, kernels_figure, style
 from mitigate.report.labels import Label, place
 from mitigate.rows import Row
 from tests.fake_rows import fake_failure, fake_row, fake_rows
@@ -146,3 +146,16 @@ def test_inline_svg_takes_its_colours_and_ids_from_the_page() -> None:
     assert not any(value in text for value in style.COLOURS.values())
     assert "<!DOCTYPE" not in text and "<metadata" not in text
     assert 'href="#front-' in text and "url(#front-" in text
+
+
+@pytest.mark.parametrize("last", [2048, 4096])
+def test_the_scaling_figure_says_where_masked_sdpa_stops_and_why(last: int) -> None:
+    ways = [(way, length) for way in ("training path", "masked SDPA") for length in (1024, 2048, 4096) if way == "training path" or length <= last]
+    figure = kernels_figure.attend_scaling([{"way": way, "length": length, "us_per_query": length / 50, "peak_mib": length / 200} for way, length in ways])
+    notes = [text for axes in figure.axes for text in axes.texts if text.get_text().startswith("not run beyond")]
+    assert len(notes) == (2 if last < 4096 else 0)
+    figure.draw_without_rendering()
+    for note in notes:
+        assert note.get_text() == "not run beyond 2K tokens:\nits mask and its time\ngrow with T²"
+        box = note.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1 and 0 <= box.y0 < box.y1 <= figure.bbox.y1

@@ -183,6 +183,52 @@ def test_parallel_coordinates_name_every_level_with_its_counts() -> None:
         assert all(level.name in text and f"{level.on_front} / {level.trials}" in text for level in levels)
 
 
+def with_results(rows: list[Row], a_min: list[float], kept: list[float]) -> list[Row]:
+    """The compressed rows with other results, in turn."""
+    found = []
+    for number, row in enumerate(row for row in rows if row.cost is not None and not pareto.is_full(row)):
+        assert row.cost is not None
+        cost = row.cost.model_copy(update={"kv_kept": kept[number % len(kept)]})
+        found.append(row.model_copy(update={"a_min": a_min[number % len(a_min)], "cost": cost}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("a_min", "kept", "a_min_marks", "kept_marks"),
+    [
+        ([0.0, 0.02, 0.043], [0.0625, 0.5, 0.8], "0 0.01 0.02 0.03 0.04 0.05", "50 20 10"),
+        ([0.3, 1.0], [0.125, 0.25], "0 0.2 0.4 0.6 0.8 1", "25 22.5 20 17.5 15 12.5"),
+        ([0.25], [17 / 128], "0 0.05 0.1 0.15 0.2 0.25", "16 14 12"),
+        ([0.0], [0.125, 0.12502], "0 0.2 0.4 0.6 0.8 1", "12.502 12.5015 12.501 12.5005 12.5"),
+    ],
+)
+def test_results_have_round_marks_where_they_belong(a_min: list[float], kept: list[float], a_min_marks: str, kept_marks: str) -> None:
+    rows = with_results(fake_rows(20, 1), a_min, kept)
+    _, height, marks = search_figures._a_min_axis(rows)
+    assert [words for _, words in marks] == a_min_marks.split()
+    top = float(marks[-1][1])
+    assert height == pytest.approx([(row.a_min or 0) / top for row in rows]) and max(height) <= 1
+    assert [at for at, _ in marks] == pytest.approx([float(words) / top for _, words in marks])
+    _, height, marks = search_figures._kept_axis(rows)
+    assert [words for _, words in marks] == [f"{mark} %" for mark in kept_marks.split()]
+    assert all(0 <= at <= 1 for at in [*height, *(at for at, _ in marks)])
+    known = sorted(
+        [*((float(words[:-2]), at) for at, words in marks), *((100 * row.cost.kv_kept, at) for row, at in zip(rows, height, strict=True) if row.cost)]
+    )
+    assert [at for _, at in known] == sorted((at for _, at in known), reverse=True), "lines and marks keep one scale"
+    text = words(search_figures.parallel_coordinates(rows)).splitlines()
+    assert {*a_min_marks.split(), *(f"{mark} %" for mark in kept_marks.split())} <= set(text)
+
+
+@settings(deadline=None)
+@given(st.floats(1e-6, 1.0), st.floats(1e-6, 1.0))
+def test_round_marks_differ_whatever_the_range(one: float, other: float) -> None:
+    rows = with_results(fake_rows(6, 1), [one, other], [one, other])
+    for _, _, marks in (search_figures._a_min_axis(rows), search_figures._kept_axis(rows)):
+        assert len({words for _, words in marks}) == len(marks) >= 2
+        assert all(len(words.removesuffix(" %").lstrip("0.").replace(".", "")) <= 8 for _, words in marks)
+
+
 def test_importance_draws_each_share_beside_its_chance() -> None:
     rows = fake_rows(60, 1)
     figure, found = search_figures.importance(rows), space.importances(rows)
@@ -196,6 +242,18 @@ def test_gate_profiles_draw_a_bar_an_offset_and_say_what_is_left_out() -> None:
     figure = gates_figure.gate_profiles([(row, profiles)])
     assert sum(len(axes.patches) for axes in figure.axes) == gates_figure.MOST_STRIPS * 3
     assert "8 more heads not drawn" in words(figure) and "L0 K h0" in words(figure)
+
+
+@pytest.mark.parametrize("panels", [1, 2, 3, 6])
+def test_gate_profiles_have_a_whole_title_and_legend(panels: int) -> None:
+    profiles = [gates.GateProfile(layer=0, branch="K", head=0, weights=[0.5, 0.25, 0.25])]
+    figure = gates_figure.gate_profiles([(row, profiles) for row in fake_rows(panels + 1)[1:]])
+    figure.draw_without_rendering()
+    (title,) = figure.findobj(lambda artist: isinstance(artist, Text) and artist.get_text().startswith("Static gates"))
+    (legend,) = figure.legends
+    for box in (title.get_window_extent(), legend.get_window_extent()):
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+        assert 0 <= box.y0 < box.y1 <= figure.bbox.y1
 
 
 def test_gate_profiles_of_coarse_layers_number_the_offsets_of_each_window() -> None:
