@@ -171,6 +171,7 @@ class WordsConfig:
         shown = self.demonstrations + self.queries
         if self.context is None:
             require(self.records >= shown, "WordsConfig.records", f"at least demonstrations + queries ({shown})", self.records)
+        require(self.context is None or self.context >= 1, "WordsConfig.context", "at least 1", self.context)
         require(bool(self.padding), "WordsConfig.padding", "at least one character", self.padding)
 
 

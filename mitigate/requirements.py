@@ -33,6 +33,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
 }
+_FRACTION = re.compile(r"mean_accuracy|a_min(_low|_high)?|gap|curve\.p_value|\w+\.((mean|a_min)\.\w+|a_min_cross_fitted|(gap|spread)\.value)")
 _BARELY = 1e-9  # a strict bound that is just met
 _FORM = re.compile(r"\s*([\w.]+)\s*(<=|>=|==|!=|<|>|=)\s*(\S+?)\s*(%?)\s*")
 
@@ -53,25 +54,32 @@ class Requirement:
         return _OPERATORS[self.operator](value, self.value)
 
 
-def parse(text: str) -> Requirement:
-    """A requirement from its text.
+def parse(text: str, *, option: str = "--require") -> Requirement:
+    """A requirement from its text, which was given as `option`.
 
     Raises:
         ConfigError: it is not ``COLUMN OPERATOR NUMBER``.
     """
     match = _FORM.fullmatch(text)
     if match is None:
-        raise ConfigError(f'--require must be "COLUMN OPERATOR NUMBER" such as "kv_kept <= 0.15", got {text!r}')
+        raise ConfigError(f'{option} must be "COLUMN OPERATOR NUMBER" such as "kv_kept <= 0.15", got {text!r}')
     column, sign, number, percent = match.groups()
     if sign == "=":
-        raise ConfigError(f'--require must use one of {" ".join(_OPERATORS)}, got "=" in {text!r}')
+        raise ConfigError(f'{option} must use one of {" ".join(_OPERATORS)}, got "=" in {text!r}')
     try:
         value = float(number)
     except ValueError:
-        raise ConfigError(f"--require must compare with a number, got {number!r} in {text!r}") from None
+        raise ConfigError(f"{option} must compare with a number, got {number!r} in {text!r}") from None
     if value != value:
-        raise ConfigError(f"--require must compare with a number, got {number!r} in {text!r}")
+        raise ConfigError(f"{option} must compare with a number, got {number!r} in {text!r}")
     return Requirement(column=column, operator=sign, value=value / 100 if percent else value)
+
+
+def check_possible(wanted: Requirement, *, option: str = "--require") -> None:
+    """ConfigError for an unknown column, or where no number that the column can hold meets the requirement: accuracies lie between 0 and 1."""
+    column = planned_column(wanted.column, option=option)
+    if _FRACTION.fullmatch(column) and not any(wanted.holds(value) for value in (0.0, min(max(wanted.value, 0.0), 1.0), 1.0)):
+        raise ConfigError(f"{option}: {wanted.column} lies between 0 and 1, so no trial can meet {wanted}")
 
 
 def column_of(name: str, rows: Sequence[Row], *, option: str = "--require") -> str:

@@ -1,7 +1,8 @@
 """A study folder on disk: read its trials, write its tables.
 
 `results/<study>/` holds `config.json` and one `trials/NNNN/result.json` for each finished trial. `write_tables` adds `trials.parquet`, `trials.csv`,
-`front.csv` and `front.json`; `results/README.md` gives the meaning and unit of every column.
+`front.csv` and `front.json`; `results/README.md` gives the meaning and unit of every column. A folder with tables and no `trials/` is a published extract:
+it is read by people, and no command derives anything from it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mitigate.config_files import did_you_mean
 from mitigate.files import write_atomic
 from mitigate.rows import PROTOCOLS, SCHEMA_VERSION, ProtocolScore, Row
 
+TABLES = ("trials.parquet", "trials.csv", "front.csv", "front.json")
 _SCALARS = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 
 
@@ -34,8 +36,9 @@ def is_study(path: Path) -> bool:
 
 
 def require_study(study_dir: Path) -> None:
-    """ConfigError with one line, and the nearest study beside it, unless `study_dir` is a study."""
+    """ConfigError with one line unless `study_dir` is a study: the nearest one beside it, or how much a published extract holds."""
     if is_study(study_dir):
+        require_trials(study_dir)
         return
     parent = study_dir.absolute().parent
     siblings = sorted(path.name for path in parent.iterdir() if is_study(path)) if parent.is_dir() else []
@@ -44,11 +47,43 @@ def require_study(study_dir: Path) -> None:
     raise ConfigError(f"{study_dir} {wrong}{hint}")
 
 
+def require_trials(study_dir: Path) -> None:
+    """ConfigError where a folder has tables with rows and no trial at all: what a study published."""
+    if any((study_dir / "trials").glob("*")):
+        return
+    held = max(rows_held(study_dir / name) for name in TABLES)
+    if held:
+        counted = "1 trial" if held == 1 else f"{held} trials"
+        raise ConfigError(f"{study_dir} holds published tables of {counted} but not the trials themselves, so nothing can be derived from it")
+
+
+def rows_held(table: Path) -> int:
+    """Rows of a table that `write_tables` wrote, or of another CSV file; 0 where there is none. One that cannot be read holds at least one."""
+    if not table.is_file():
+        return 0
+    try:
+        if table.suffix == ".parquet":
+            return int(pq.read_metadata(table).num_rows)
+        if table.suffix == ".json":
+            return len(json.loads(table.read_bytes())["rows"])
+        with table.open(newline="", encoding="utf-8") as stream:
+            return max(0, sum(1 for _ in csv.reader(stream)) - 1)
+    except (csv.Error, ValueError, KeyError, TypeError, pa.ArrowException):
+        return 1
+
+
+def require_rows(path: Path, rows: int) -> None:
+    """ConfigError where a table without rows would replace one that holds some."""
+    if rows == 0 and (held := rows_held(path)):
+        counted = "1 row" if held == 1 else f"{held} rows"
+        raise ConfigError(f"{path} holds {counted} and would be written again with none, since no result is there; move it away first")
+
+
 def read_config(study_dir: Path) -> dict[str, Any]:
     """The study's `config.json` as plain data; empty when the study has none.
 
     Raises:
-        ConfigError: `study_dir` is no study, or the file is not a JSON object.
+        ConfigError: `study_dir` is no study, or a published extract, or the file is not a JSON object.
     """
     require_study(study_dir)
     path = study_dir / "config.json"
@@ -67,7 +102,7 @@ def read_rows(study_dir: Path) -> list[Row]:
     """Rows of all finished trials, by trial number. A trial without `result.json` is still running and left out.
 
     Raises:
-        ConfigError: `study_dir` is no study, or a result is not a Row of this schema.
+        ConfigError: `study_dir` is no study, or a published extract, or a result is not a Row of this schema.
     """
     require_study(study_dir)
     rows = [read_row(path) for path in sorted(study_dir.glob("trials/*/result.json"))]
@@ -92,7 +127,7 @@ def trial_row(study_dir: Path, trial: int) -> Row:
     """The Row of one finished trial of a study.
 
     Raises:
-        ConfigError: `study_dir` is no study, or the trial has no result; names those that have.
+        ConfigError: `study_dir` is no study, or a published extract, or the trial has no result; names those that have.
     """
     require_study(study_dir)
     path = study_dir / "trials" / f"{trial:04d}" / "result.json"
@@ -139,15 +174,16 @@ _NOT_OF_A_TRIAL = (
 
 
 def write_tables(study_dir: Path, rows: Sequence[Row]) -> list[Path]:
-    """Write `trials.parquet`, `trials.csv`, `front.csv` and `front.json`; each file appears complete or not at all."""
+    """Write `trials.parquet`, `trials.csv`, `front.csv` and `front.json`; each file appears complete or not at all.
+
+    Raises:
+        ConfigError: there are no rows, and one of the tables holds some. Nothing is written then.
+    """
+    for name in TABLES:
+        require_rows(study_dir / name, len(rows))
     best = pareto.front(rows)
-    contents = {
-        "trials.parquet": _parquet(table(rows)),
-        "trials.csv": csv_of(rows),
-        "front.csv": csv_of(best),
-        "front.json": front_json(rows, best),
-    }
-    return [write_atomic(study_dir / name, content) for name, content in contents.items()]
+    contents = (_parquet(table(rows)), csv_of(rows), csv_of(best), front_json(rows, best))
+    return [write_atomic(study_dir / name, content) for name, content in zip(TABLES, contents, strict=True)]
 
 
 def csv_of(rows: Sequence[Row]) -> bytes:

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+from torch import nn
 
 from mitigate import bases, cost, registry, score, train
-from mitigate.config import ScoreConfig, TaskConfig, TrialConfig, content_hash, to_dict
+from mitigate.config import ConfigError, ScoreConfig, TaskConfig, TrialConfig, content_hash, to_dict
 from mitigate.files import write_atomic
 from mitigate.outcomes import OUTCOMES_FILE, Answers, pack
 from mitigate.rows import ProtocolScore, Row, installed_versions, worst_of
@@ -204,19 +206,35 @@ def _reporter(config: TrialConfig, log: Callable[[str], None]) -> Callable[[int,
 
 def store_weights(attached: Attachment, folder: Path) -> None:
     """Write the fine-tuned model and its compressors as safetensors, each file whole or not at all."""
-    for name, module in ((MODEL_FILE, attached.model), (COMPRESSOR_FILE, attached.compressors)):
+    for name, module in _parts(attached):
         write_atomic(folder / name, save({key: tensor.detach().contiguous() for key, tensor in module.state_dict().items()}))
 
 
 def restore(config: TrialConfig, folder: Path) -> Attachment:
-    """The model that `store_weights` left in a folder, in eval mode with its compressors attached."""
+    """The model that `store_weights` left in a folder, in eval mode with its compressors attached. ConfigError names a file that is damaged or not there."""
     with torch.random.fork_rng(devices=[]):  # the random start is overwritten at once
         model = bases.build(config.base)
         attached = attach(model, config.variant)
-    model.load_state_dict(load_file(folder / MODEL_FILE))
-    attached.compressors.load_state_dict(load_file(folder / COMPRESSOR_FILE))
+    _load_weights(attached, folder)
     model.eval()
     return attached
+
+
+def _load_weights(attached: Attachment, folder: Path) -> None:
+    for name, module in _parts(attached):
+        path = folder / name
+        try:
+            module.load_state_dict(load_file(path))
+        except FileNotFoundError:
+            raise ConfigError(f"{path} is not there") from None
+        except SafetensorError as error:
+            raise ConfigError(f"{path} is damaged: {error}") from None
+        except RuntimeError:  # of `load_state_dict`, with every tensor's name
+            raise ConfigError(f"{path} is damaged: it holds other tensors than the trial's config asks for") from None
+
+
+def _parts(attached: Attachment) -> tuple[tuple[str, nn.Module], ...]:
+    return (MODEL_FILE, attached.model), (COMPRESSOR_FILE, attached.compressors)
 
 
 def _trained(config: TrialConfig, folder: Path, device: str) -> Attachment:
@@ -225,6 +243,5 @@ def _trained(config: TrialConfig, folder: Path, device: str) -> Attachment:
         return restore(config, folder)
     attached = attach(bases.build(config.base).to(device).eval(), config.variant)  # type: ignore[arg-type]
     if (folder / MODEL_FILE).is_file():
-        attached.model.load_state_dict(load_file(folder / MODEL_FILE))
-        attached.compressors.load_state_dict(load_file(folder / COMPRESSOR_FILE))
+        _load_weights(attached, folder)
     return attached

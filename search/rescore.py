@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mitigate import pareto, requirements, results
 from mitigate.config import ConfigError, TrialConfig, canonical_json
-from mitigate.config_files import from_dict
+from mitigate.config_files import from_dict, replace
 from mitigate.config_search import SearchConfig
 from mitigate.rows import Row
 from mitigate.search.loop import RUN_TRIAL
@@ -51,20 +51,21 @@ def rescore(
         The numbers of the trials.
 
     Raises:
-        ConfigError: no study, no such trial, none to re-score, or a search runs in the folder.
+        ConfigError: no study, no such trial, none to re-score, fewer than one worker, or a search runs in the folder.
         ExecutorError: trials cannot be run.
     """
     if seeds < 1:
         raise ConfigError(f"rescore: --seeds must be at least 1, got {seeds}")
     config = from_dict(SearchConfig, results.read_config(folder))
+    if workers is not None:
+        config = replace(config, workers=workers)
     chosen = _chosen(folder, config, trials)
     console = console or Console()
     with lock_folder(folder):
         left = [task for row in chosen for task in _tasks(folder, row, seeds, config, cache, run) if read_result(Path(task.folder)) is None]
         if left:
             carried = (prepare(config) if prepare else None) or {}
-            number = config.workers if workers is None else workers
-            made = InlineExecutor() if inline else RayExecutor(number, address, resources=config.resources, carried=carried if address else None)
+            made = InlineExecutor() if inline else RayExecutor(config.workers, address, resources=config.resources, carried=carried if address else None)
             with contextlib.closing(made) as executor:
                 _run(executor, left, console)
     return [row.trial for row in chosen if row.trial is not None]

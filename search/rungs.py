@@ -177,9 +177,9 @@ def derived_promotions(owner: StudyOwner) -> tuple[int, list[str]]:
                 continue
             count += 1
             rows = {n: read_result(owner.trial_folder(n), Stage(rung=rung).scored_file) for n in record["members"]}
-            missing = [n for n, row in rows.items() if row is None]
+            missing = [n for n, row in rows.items() if row is None or n >= owner.total]
             if missing:
-                wrong.append(f"trial {trial.number}, rung {rung}: the Rows of trials {', '.join(map(str, missing))} are missing")
+                wrong.append(f"trial {trial.number}, rung {rung}: the Rows or proposals of trials {', '.join(map(str, missing))} are missing")
                 continue
             going = promoted([candidate(row, owner.kept(n)) for n, row in rows.items() if row is not None], eta=owner.config.rungs.eta)
             if (trial.number in going) != record["promoted"]:

@@ -5,25 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import optuna
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from mitigate import pareto, requirements
 from mitigate.config_files import from_dict
 from mitigate.config_search import SearchConfig
 from mitigate.results import read_config, read_rows
-from mitigate.search.study import repair_journal
+from mitigate.search.study import recorded_trials
 
 RECENT = 20  # finished trials that the rate is taken from
 
@@ -68,12 +63,12 @@ def read_status(folder: Path) -> Status:
     """The state of a study.
 
     Raises:
-        ConfigError: `folder` holds no study of this version.
+        ConfigError: `folder` holds no study of this version, or its journal is damaged before the last line.
     """
     config = from_dict(SearchConfig, read_config(folder))
     rows = read_rows(folder)
     told = {row.trial for row in rows}
-    trials = _trials(folder)
+    trials = recorded_trials(folder)
     wanted = [requirements.parse(text) for text in config.require]
     finished = [row for row in rows if row.status == "ok" and all(requirements.violation(row, one) <= 0 for one in wanted)]
     front = pareto.front(finished)
@@ -120,22 +115,6 @@ def clock(seconds: float) -> str:
     """Minutes and seconds, with hours from one hour on."""
     whole = int(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}" if whole >= 3600 else f"{whole // 60}:{whole % 60:02d}"
-
-
-def _trials(folder: Path) -> list[FrozenTrial]:
-    """The journal's trials, from a copy: a line that is being written is left out."""
-    path = folder / "study.journal"
-    if not path.exists():
-        return []
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(shutil.copyfile(path, Path(temporary) / "study.journal"))
-        repair_journal(copy)
-        storage = JournalStorage(JournalFileBackend(str(copy)))
-        names = optuna.get_all_study_names(storage)
-        if len(names) != 1:
-            return []
-        return optuna.load_study(study_name=names[0], storage=storage, sampler=optuna.samplers.RandomSampler()).get_trials()
 
 
 def _running(folder: Path, trial: FrozenTrial, last: int) -> Running:

@@ -3,7 +3,7 @@
 A study folder holds
 
     config.json     the canonical SearchConfig
-    study.journal   Optuna's journal; this module alone writes it
+    study.journal   Optuna's journal; this module alone writes it, and `read_journal` reads it without writing
     driver.lock     held while a driver runs, with its process id and host
     trials/NNNN/    result.json (a Row), rung-R.json on the way there, and whatever the trial writes
     orphans/        trial folders whose proposal a damaged journal lost
@@ -22,17 +22,18 @@ import os
 import random
 import socket
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import filelock
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import BaseJournalBackend, JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from mitigate import pareto, requirements
@@ -41,6 +42,7 @@ from mitigate.config_files import from_dict, load_variant
 from mitigate.config_search import SearchConfig
 from mitigate.files import write_atomic
 from mitigate.requirements import Requirement
+from mitigate.results import require_trials
 from mitigate.rows import Row
 from mitigate.search.space import Check, Choice, SearchSpace, variant_key
 from mitigate.search.workers import objective_values, read_result
@@ -56,6 +58,7 @@ NEIGHBOURS_EACH = 16
 ENUMERABLE = 5000  # a space with at most so many combinations is listed to find what is left
 DRAWS = 2000  # random draws in a larger one
 HISTORY = 300  # finished trials that the sampler sees besides the front: the latest. TPE's time for a proposal grows with them
+REQUIRE = "SearchConfig.require"
 THROUGHPUT = METRICS.index("throughput_ratio")
 
 
@@ -84,9 +87,9 @@ class Draft:
 
 
 class StudyOwner:
-    """The one process that writes a study. A context manager; `open` builds it."""
+    """The one process that writes a study. A context manager; `open` builds it. That of `read_only` writes nothing: it derives, and proposes nothing."""
 
-    def __init__(self, config: SearchConfig, folder: Path, space: SearchSpace, study: optuna.Study, lock: filelock.BaseFileLock) -> None:
+    def __init__(self, config: SearchConfig, folder: Path, space: SearchSpace, study: optuna.Study, lock: filelock.BaseFileLock | None) -> None:
         self.config, self.folder, self.space = config, folder, space
         self.rows: dict[int, Row] = {}  # of told trials
         self._study, self._lock = study, lock
@@ -101,12 +104,13 @@ class StudyOwner:
 
         Raises:
             StudyBusyError: another driver runs; names its process.
-            ConfigError: the folder belongs to another config (lists the differences) or is damaged. Nothing is changed then.
+            ConfigError: the folder belongs to another config (names the first difference), is damaged, or is a published extract. Nothing is changed then.
         """
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         space = space or SearchSpace.from_config(config)
         folder = results / config.name
         _require_same_config(folder, config)
+        require_trials(folder)
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)
         try:
@@ -120,6 +124,16 @@ class StudyOwner:
             raise
         return owner
 
+    @classmethod
+    def read_only(cls, config: SearchConfig, folder: Path, journal: Journal, *, space: SearchSpace) -> StudyOwner:
+        """A study as its journal has it, whoever drives it meanwhile. Results are not told.
+
+        Raises:
+            ConfigError: the journal is of another study or config.
+        """
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        return cls(config, folder, space, _study_in(journal.storage(), journal.path, config, space), lock=None)
+
     def __enter__(self) -> StudyOwner:
         return self
 
@@ -128,7 +142,8 @@ class StudyOwner:
 
     def close(self) -> None:
         """Let another driver in."""
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     @property
     def total(self) -> int:
@@ -176,6 +191,7 @@ class StudyOwner:
         Raises:
             RuntimeError: `known` is None: trials that the proposal must know still run.
         """
+        assert self._lock is not None, "a study that is only read proposes nothing"
         trials, known = self._trials(), self.known()
         if known is None:
             raise RuntimeError("StudyOwner.propose: trials that this proposal must know still run")
@@ -390,7 +406,9 @@ def exact_value(wanted: Requirement, variant: VariantConfig, config: SearchConfi
 
 def check_requirements(config: SearchConfig, space: SearchSpace) -> None:
     """ConfigError where a requirement is malformed, names no column, or cannot be met by any variant of the space."""
-    wanted = [requirements.parse(text) for text in config.require]
+    wanted = [requirements.parse(text, option=REQUIRE) for text in config.require]
+    for one in wanted:
+        requirements.check_possible(one, option=REQUIRE)
     exact = [one for one in wanted if requirements.planned_column(one.column) in ("cost.kv_kept", "cost.kv_bytes_per_token")]
     if not exact or not space.choices:
         return
@@ -407,7 +425,7 @@ def check_requirements(config: SearchConfig, space: SearchSpace) -> None:
             return
         least, most = [min(a, b) for a, b in zip(least, values, strict=True)], [max(a, b) for a, b in zip(most, values, strict=True)]
     spans = ", ".join(f"{one.column} runs from {low:.4g} to {high:.4g}" for one, low, high in zip(exact, least, most, strict=True))
-    raise ConfigError(f"SearchConfig.require: no variant of the space meets {' and '.join(map(str, exact))}; {spans}")
+    raise ConfigError(f"{REQUIRE}: no variant of the space meets {' and '.join(map(str, exact))}; {spans}")
 
 
 def _recent(trials: list[FrozenTrial], known: set[int], metrics: list[int]) -> list[FrozenTrial]:
@@ -478,7 +496,8 @@ def _require_same_config(folder: Path, config: SearchConfig) -> None:
 
 def _require_none(folder: Path, found: list[str]) -> None:
     if found:
-        raise ConfigError(f"results folder {folder} belongs to another config: {'; '.join(found)}; give the search another name or move the folder away")
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise ConfigError(f"results folder {folder} belongs to another config: {found[0]}{more}; give another --results folder or the search another name")
 
 
 def _fixed(config: dict[str, Any]) -> dict[str, Any]:
@@ -498,8 +517,9 @@ def differences(stored: Any, given: Any, prefix: str = "") -> list[str]:
 _ABSENT = object()
 
 
-def _show(value: Any) -> str:
-    return "nothing" if value is _ABSENT else json.dumps(value)
+def _show(value: Any, width: int = 48) -> str:
+    text = "nothing" if value is _ABSENT else json.dumps(value)
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 # ---------------------------------------------------------------- the journal
@@ -509,7 +529,11 @@ def _load(folder: Path, config: SearchConfig, space: SearchSpace) -> optuna.Stud
     path = folder / "study.journal"
     _drop_stale_locks(path)  # the driver lock is ours, so no driver holds them
     repair_journal(path)
-    storage = JournalStorage(JournalFileBackend(str(path)))
+    return _study_in(_storage(JournalFileBackend(str(path)), path), path, config, space)
+
+
+def _study_in(storage: JournalStorage, path: Path, config: SearchConfig, space: SearchSpace) -> optuna.Study:
+    """The study of a journal, or a new one where it holds none."""
     names = optuna.get_all_study_names(storage)
     if names not in ([], [config.name]):
         raise ConfigError(f"{path} holds the study {', '.join(names)}, expected {config.name}")
@@ -518,8 +542,65 @@ def _load(folder: Path, config: SearchConfig, space: SearchSpace) -> optuna.Stud
         study = optuna.load_study(study_name=config.name, storage=storage, sampler=sampler)
     else:
         study = optuna.create_study(study_name=config.name, storage=storage, sampler=sampler, directions=DIRECTIONS)
-    _require_same_study(study, folder, _guard(config, space))
+    _require_same_study(study, path.parent, _guard(config, space))
     return study
+
+
+def _storage(backend: BaseJournalBackend, path: Path) -> JournalStorage:
+    try:
+        return JournalStorage(backend)
+    except (KeyError, TypeError, ValueError, AssertionError) as error:  # a line that is JSON and no record
+        raise ConfigError(f"{path} is damaged: a record of it is none of Optuna's ({type(error).__name__}: {error})") from None
+
+
+class Journal(NamedTuple):
+    """A journal as it was when `read_journal` read it.
+
+    Attributes:
+        records: those before the first damaged line.
+        damaged: number of that line and of all lines; None where there is none but a last one, which a driver may be writing.
+    """
+
+    path: Path
+    records: tuple[dict[str, Any], ...]
+    damaged: tuple[int, int] | None
+
+    def storage(self) -> JournalStorage:
+        """Optuna's view of the records. What is written to it goes nowhere."""
+        return _storage(_InMemory(self.records), self.path)
+
+
+class _InMemory(BaseJournalBackend):
+    def __init__(self, records: Sequence[dict[str, Any]]) -> None:
+        self._records = list(records)
+
+    def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
+        return self._records[log_number_from:]
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        self._records += logs
+
+
+def read_journal(folder: Path) -> Journal:
+    """The journal of a study folder, without writing; empty where there is none."""
+    path = folder / "study.journal"
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    bad = _first_damaged(lines)
+    records = tuple(json.loads(line) for line in lines[:bad])
+    return Journal(path, records, None if bad is None or bad == len(lines) - 1 else (bad + 1, len(lines)))
+
+
+def recorded_trials(folder: Path) -> list[FrozenTrial]:
+    """The trials in a folder's journal, without writing; none where it holds no study. ConfigError if it is damaged before its last line."""
+    journal = read_journal(folder)
+    if journal.damaged is not None:
+        raise _damage(journal.path, *journal.damaged)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = journal.storage()
+    names = optuna.get_all_study_names(storage)
+    if len(names) != 1:
+        return []
+    return optuna.load_study(study_name=names[0], storage=storage, sampler=optuna.samplers.RandomSampler()).get_trials()
 
 
 def _guard(config: SearchConfig, space: SearchSpace) -> dict[str, Any]:
@@ -571,13 +652,13 @@ def repair_journal(path: Path) -> Path | None:
     """
     data = path.read_bytes() if path.exists() else b""
     lines = data.splitlines(keepends=True)
-    bad = [i for i, line in enumerate(lines) if not _is_record(line)]
-    if not bad:
+    bad = _first_damaged(lines)
+    if bad is None:
         if data and not data.endswith(b"\n"):
             _append_newline(path)
         return None
-    if bad != [len(lines) - 1]:
-        raise ConfigError(f"{path} is damaged in line {bad[0] + 1} of {len(lines)}; restore it from a copy or start under another name")
+    if bad != len(lines) - 1:
+        raise _damage(path, bad + 1, len(lines))
     copy = _unused(path.parent, f"{path.name}.torn")
     copy.write_bytes(data)
     with path.open("r+b") as file:
@@ -585,6 +666,14 @@ def repair_journal(path: Path) -> Path | None:
         file.flush()
         os.fsync(file.fileno())
     return copy
+
+
+def _first_damaged(lines: list[bytes]) -> int | None:
+    return next((i for i, line in enumerate(lines) if not _is_record(line)), None)
+
+
+def _damage(path: Path, line: int, lines: int) -> ConfigError:
+    return ConfigError(f"{path} is damaged in line {line} of {lines}; restore it from a copy or start under another name")
 
 
 def _append_newline(path: Path) -> None:

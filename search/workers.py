@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mitigate import pareto
-from mitigate.config import TrialConfig, content_hash, to_dict
+from mitigate.config import TrialConfig, WorkFailed, content_hash, to_dict
 from mitigate.config_files import from_dict
 from mitigate.config_search import ResourcesConfig
 from mitigate.files import write_atomic
@@ -41,7 +41,7 @@ TRACEBACK_CHARS = 8000
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
-class ExecutorError(RuntimeError):
+class ExecutorError(WorkFailed):
     """Trials cannot be run here for a reason that is not theirs: no CPU, no cluster, a trial function that cannot be imported."""
 
 

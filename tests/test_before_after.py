@@ -209,6 +209,10 @@ def test_refusals_change_nothing(workspace: Path, capsys: pytest.CaptureFixture[
     assert refused([*command, "new", "--threads", "0"], capsys, workspace) == "--threads must be at least 1, got 0"
     assert refused([*command, "new", "--minutes", "0"], capsys, workspace) == "TuneConfig.minutes must be above 0, got 0.0"
     assert refused([*command, "new", "--model", "./absent"], capsys, workspace) == "--model ./absent: there is no such folder or GGUF file"
+    (workspace / "no-model.toml").write_text(TOML.replace('"model"', '"absent.gguf"'))
+    said = "absent.gguf: there is no such folder or GGUF file"
+    assert refused(["finetune", "no-model.toml", "--out", "new"], capsys, workspace) == f"FineTuneConfig.model {said}"
+    assert refused(["finetune", "no-model.toml", "--out", "new", "--model", "absent.gguf"], capsys, workspace) == f"--model {said}"
     assert refused(["finetune", "absent.toml", "--out", "new"], capsys, workspace) == "config file absent.toml is not there"
     (workspace / "no-text.toml").write_text(TOML.replace("text.txt", "absent.txt"))
     assert refused(["finetune", "no-text.toml", "--out", "new"], capsys, workspace) == "TextConfig.path: there is no text file absent.txt"

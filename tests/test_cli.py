@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -119,6 +120,17 @@ def test_a_bad_trial_config_is_one_line_and_changes_nothing(
     [
         (["search", "search.toml", "--trials", "0"], "SearchConfig.trials must be at least 1, got 0"),
         (["search", "search.toml", "--workers", "0"], "SearchConfig.workers must be at least 1, got 0"),
+        (["search", "search.toml", "--require", "foo <= 1"], "results folder results/tiny belongs to another config: require [] -> "),
+        (["search", "search.toml", "--results", "new", "--require", "foo <= 1"], "SearchConfig.require: there is no column 'foo'"),
+        (["search", "search.toml", "--results", "new", "--require", "foo"], 'SearchConfig.require must be "COLUMN OPERATOR NUMBER"'),
+        (["search", "search.toml", "--results", "new", "--require", "kv_kept >= 2"], "SearchConfig.require: no variant of the space meets kv_kept >= 2"),
+        (
+            ["search", "search.toml", "--results", "new", "--require", "a_min >= 2"],
+            "SearchConfig.require: a_min lies between 0 and 1, so no trial can meet a_min >= 2",
+        ),
+        (["rescore", "tiny", "--workers", "0"], "SearchConfig.workers must be at least 1, got 0"),
+        (["rescore", "tiny", "--workers", "-2", "--inline"], "SearchConfig.workers must be at least 1, got -2"),
+        (["score", "--model", "absent", "--context", "-1"], "WordsConfig.context must be at least 1, got -1"),
         (["search", "absent.toml"], "config file absent.toml is not there"),
         (["trial", "search.toml", "--variant", "w4s"], "did you mean 'w4s4'?"),
         (["trial", "search.toml", "--threads", "0"], "--threads must be at least 1, got 0"),
@@ -138,6 +150,35 @@ def test_bad_arguments_are_one_line_and_change_nothing(workspace: Path, capsys: 
     assert message in error
     assert error.count("\n") == 1
     assert files(workspace) == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:500]), "{path} is damaged: "),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "{path} is damaged: "),
+        (lambda path: path.write_bytes(b""), "{path} is damaged: "),
+        (lambda path: path.write_bytes(b"rubbish and more of it"), "{path} is damaged: "),
+        (lambda path: shutil.copy(path.with_name("outcomes.safetensors"), path), "{path} is damaged: it holds other tensors than the trial's config asks for"),
+        (lambda path: path.unlink(), "{name}"),
+    ],
+    ids=["cut", "a byte less", "empty", "rubbish", "another file", "absent"],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "compressor.safetensors"])
+def test_damaged_weights_are_one_line(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, damage: Callable[[Path], object], message: str
+) -> None:
+    study = shutil.copytree(workspace / "results" / "tiny", tmp_path / "tiny")
+    trial = study / "trials" / "0001"
+    damage(trial / name)
+    before = files(tmp_path)
+    export = ["export", str(study), "--trial", "1", "--to", str(tmp_path / "out")]
+    for command in (export, [*export, "--target", "transformers"], ["transition", str(trial)]):
+        assert cli.main(command) == 2
+        error = capsys.readouterr().err
+        assert message.format(path=trial / name, name=name) in error
+        assert error.count("\n") == 1
+    assert files(tmp_path) == before
 
 
 def test_a_study_of_another_config_is_refused_with_its_differences(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +204,31 @@ def test_a_search_without_a_single_result_fails_and_says_why(workspace: Path, ca
     assert cli.main(["front", "diverges"]) == 0
     assert "1 infeasible (Diverged: 1)" in capsys.readouterr().out
     path.unlink()
+
+
+def documented(command: str) -> list[tuple[str, Path, str]]:
+    """Where a command with a config of `configs/` is written down, that config, and the options after it."""
+    root = Path(__file__).parents[1]
+    texts = [root / "README.md", *root.glob("docs/*.md"), *root.glob("results/reference/**/*.md"), *root.glob("configs/*.toml"), root / "Makefile"]
+    pattern = re.compile(rf"mitigate {command} (configs/[\w-]+\.toml)([^\n`#]*)")
+    return [(path.name, root / name, options) for path in texts for name, options in pattern.findall(path.read_text(encoding="utf-8"))]
+
+
+def test_a_documented_search_does_not_meet_a_committed_folder() -> None:
+    ignored = (Path(__file__).parents[1] / ".gitignore").read_text(encoding="utf-8").splitlines()
+    committed = {line.removeprefix("!/results/").rstrip("/") for line in ignored if line.startswith("!/results/") and line.endswith("/")}
+    found = documented("search")
+    assert {path.stem for _, path, _ in found} >= {"quickstart", "reference"} and committed == {"reference"}
+    for where, path, options in found:
+        assert config_files.load_search(path).name not in committed or "--results results/" in options, where
+
+
+def test_a_documented_fine_tune_says_where_its_model_is() -> None:
+    found = documented("finetune")
+    assert len(found) >= 2
+    for where, path, options in found:
+        model = config_files.load_fine_tune(path).model
+        assert "--model " in options or (Path(__file__).parents[1] / model).exists(), where
 
 
 def test_variants_lists_everything_with_a_source(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,8 @@ import pytest
 from fake_rows import fake_answers, fake_failure, fake_rows, store_answers, store_gates, store_row
 from tiny_study import write_config
 
-from mitigate import bases, cli, pareto
+from mitigate import bases, cli, pareto, rescored, results
+from mitigate.cli.program import _parser
 from mitigate.config import VariantConfig, canonical_json
 from mitigate.config_files import from_dict, load_search, replace
 from mitigate.config_search import SearchConfig
@@ -176,6 +179,58 @@ def test_report_finds_its_random_baseline_or_takes_the_one_given(rows: list[Row]
     assert "Random baseline: other-sampler (5 trials)." in said("--baseline", "other-sampler")
     assert "Random baseline: chance (5 trials), other-sampler (5 trials)." in said("--baseline", "results/chance", "--baseline", "other-sampler")
     assert "did you mean 'chance'?" in run(capsys, "report", "quick", "--baseline", "chanse", code=2)
+
+
+# ---------------------------------------------------------------- a published extract
+
+
+ON_A_STUDY: dict[str, list[str]] = {
+    "status": [],
+    "verify-study": [],
+    "rescore": ["--inline"],
+    "front": [],
+    "show": ["1"],
+    "compare": ["1", "2"],
+    "report": [],
+    "export": ["--trial", "1", "--to", "bundle"],
+}
+
+
+def test_every_command_that_takes_a_study_is_listed() -> None:
+    (commands,) = (action.choices for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    assert {name for name, parser in commands.items() if any(action.dest == "study" for action in parser._actions)} == set(ON_A_STUDY)
+
+
+@pytest.mark.parametrize("command", ON_A_STUDY)
+def test_a_published_extract_is_refused_by_every_command_and_kept(rows: list[Row], capsys: pytest.CaptureFixture[str], command: str) -> None:
+    study = Path("results/quick")
+    results.write_tables(study, rows)
+    (study / rescored.FILE).write_text("trial\n1\n")
+    shutil.rmtree(study / "trials")
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    for name in ("quick", "results/quick"):
+        said = run(capsys, command, name, *ON_A_STUDY[command], code=2)
+        assert said == "mitigate: results/quick holds published tables of 13 trials but not the trials themselves, so nothing can be derived from it\n"
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+def test_a_report_never_empties_tables(rows: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
+    study = Path("results/quick")
+    results.write_tables(study, rows)
+    for path in study.glob("trials/*/result.json"):
+        path.unlink()
+    before = {path: path.read_bytes() for path in study.rglob("*") if path.is_file()}
+    assert "trials.parquet holds 13 rows and would be written again with none" in run(capsys, "report", "quick", code=2)
+    assert {path: path.read_bytes() for path in study.rglob("*") if path.is_file()} == before
+
+
+def test_a_published_extract_beside_a_study_is_no_baseline(rows: list[Row], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "DRAWINGS", ())
+    chance = store_study("chance", fake_rows(5, 2), sampler="random", seed=3)
+    results.write_tables(chance, results.read_rows(chance))
+    shutil.rmtree(chance / "trials")
+    run(capsys, "report", "quick")
+    assert "chance holds published tables of 5 trials" in run(capsys, "report", "quick", "--baseline", "chance", code=2)
 
 
 # ---------------------------------------------------------------- a real trial

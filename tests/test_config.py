@@ -271,6 +271,7 @@ def test_not_plain_data_is_one_line() -> None:
         (TaskConfig, {"name_tokens": 0}, "TaskConfig.name_tokens must be between 1 and 4, got 0"),
         (TaskConfig, {"keys": 3, "key_tokens": 2, "records": 10}, "TaskConfig.records must be at most the number of different keys (9), got 10"),
         (WordsConfig, {"records": 15}, "WordsConfig.records must be at least demonstrations + queries (16), got 15"),
+        (WordsConfig, {"context": 0}, "WordsConfig.context must be at least 1, got 0"),
         (WordsConfig, {"padding": ""}, "WordsConfig.padding must be at least one character, got ''"),
         (EvaluationConfig, {"model": "x", "variant": {"window": 5, "stride": 5}}, "ScoreConfig.period must be a multiple of the stride (5), got 24"),
         (

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from fake_rows import fake_failure, fake_rows
 
-from mitigate import requirements
+from mitigate import requirements, results
 from mitigate.config import ConfigError, VariantConfig
 
 ROWS = fake_rows(12, infeasible=0.0)
@@ -34,6 +37,52 @@ def test_a_requirement_is_read(text: str, column: str, sign: str, value: float) 
 def test_a_bad_requirement_is_one_line(text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         requirements.parse(text)
+
+
+@pytest.mark.parametrize("text", ["kv_kept", "kv_kept = 0.1", "kv_kept <= low", "a_min >= nan", "foo <= 1", "a_min >= 2", "a_min_cross_fitted > 0.1"])
+def test_every_bad_requirement_names_where_it_was_given(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^SearchConfig\.require") as caught:
+        requirements.check_possible(requirements.parse(text, option="SearchConfig.require"), option="SearchConfig.require")
+    assert "--require" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "possible"),
+    [
+        ("a_min >= 2", False),
+        ("a_min >= 95", False),  # without its %
+        ("a_min > 1", False),
+        ("a_min >= 1", True),
+        ("mean < 0", False),
+        ("mean <= 0", True),
+        ("gap == 1.5", False),
+        ("gap == 0.3", True),
+        ("a_min != 2", True),
+        ("outer.a_min.low >= 1.01", False),
+        ("in_sequence.mean.value > 100%", False),
+        ("curve.p_value < 0", False),
+        ("throughput_ratio >= 2", True),
+        ("final_loss < 0", True),
+        ("kv_bytes_per_token <= 64", True),
+    ],
+)
+def test_an_accuracy_outside_of_0_to_1_is_impossible(text: str, possible: bool) -> None:
+    wanted = requirements.parse(text)
+    if possible:
+        requirements.check_possible(wanted)
+        return
+    with pytest.raises(ConfigError, match=rf"^--require: {wanted.column} lies between 0 and 1, so no trial can meet {wanted}$"):
+        requirements.check_possible(wanted)
+
+
+def test_every_column_that_is_a_fraction_is_known_as_one() -> None:
+    """By the unit that results/README.md gives, but for fractions of bytes, and for ends of intervals that may lie outside."""
+    text = (Path(__file__).parents[1] / "results" / "README.md").read_text(encoding="utf-8")
+    fractions = set(re.findall(r"^\| `([^`]+)` \| fraction \|", text, re.M)) & {key for key, kind in results.columns().items() if str(kind) == "double"}
+    known = {name for name in results.columns() if requirements._FRACTION.fullmatch(name)}
+    free = {"cost.kv_kept"} | {f"{name}_{end}" for name in ("gap",) for end in ("low", "high")}
+    free |= {f"{protocol}.{name}.{end}" for protocol in ("outer", "in_sequence") for name in ("gap", "spread") for end in ("low", "high")}
+    assert {name for name in fractions - free if not name.startswith("config.")} == known - {"curve.p_value"}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import csv
 import json
 import os
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -139,6 +141,61 @@ def test_unknown_config_keys_are_kept_even_when_types_mix() -> None:
     rows = fake_rows(2)
     rows = [row.model_copy(update={"config": row.config | {"later": value}}) for row, value in zip(rows, (1, "two"), strict=True)]
     assert results.table(rows).column("config.later").to_pylist() == ["1", '"two"']
+
+
+def published(folder: Path, rows: list[Row]) -> Path:
+    """What a study leaves in a repository: config and tables, no trials."""
+    study = make_study(folder, rows)
+    results.write_tables(study, rows)
+    shutil.rmtree(study / "trials")
+    return study
+
+
+@pytest.mark.parametrize("only", [None, *results.TABLES])
+@pytest.mark.parametrize("read", [results.read_config, results.read_rows, results.require_study, rescored.read, lambda study: results.trial_row(study, 1)])
+def test_a_published_extract_says_what_it_is(tmp_path: Path, read: Callable[[Path], object], only: str | None) -> None:
+    rows = fake_rows(3, infeasible=0.0)
+    study = published(tmp_path / "extract", rows)
+    for name in results.TABLES:
+        if only not in (None, name):
+            (study / name).unlink()
+    held = len(pareto.front(rows)) if only in ("front.csv", "front.json") else 3
+    counted = "1 trial" if held == 1 else f"{held} trials"
+    with pytest.raises(ConfigError, match=rf"extract holds published tables of {counted} but not the trials themselves, so nothing can be derived from it$"):
+        read(study)
+
+
+def test_the_committed_extracts_are_known_as_such() -> None:
+    for folder, trials in ((DOCUMENTED.parent / "reference", 16), (DOCUMENTED.parent / "reference" / "strides", 44)):
+        with pytest.raises(ConfigError, match=rf"published tables of {trials} trials"):
+            results.require_study(folder)
+
+
+def test_a_study_without_rows_in_its_tables_is_a_new_one(tmp_path: Path) -> None:
+    study = make_study(tmp_path / "new", [])
+    results.write_tables(study, [])
+    assert results.read_rows(study) == []
+    results.write_tables(study, fake_rows(2))
+    (study / "trials" / "0000").mkdir(parents=True)  # it runs
+    assert results.read_rows(study) == []
+
+
+@pytest.mark.parametrize("damage", [None, b"\xff,\n", b"{"])
+@pytest.mark.parametrize("only", results.TABLES)
+def test_tables_with_rows_are_never_replaced_by_tables_without(tmp_path: Path, only: str, damage: bytes | None) -> None:
+    results.write_tables(tmp_path, fake_rows(3))
+    for name in results.TABLES:
+        if name != only:
+            (tmp_path / name).unlink()
+    if damage is not None:
+        (tmp_path / only).write_bytes(damage)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    if damage == b"{" and only.endswith(".csv"):
+        results.write_tables(tmp_path, [])  # a header and no row
+        return
+    with pytest.raises(ConfigError, match=rf"{only} holds \d rows? and would be written again with none"):
+        results.write_tables(tmp_path, [])
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

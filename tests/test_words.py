@@ -462,7 +462,7 @@ def templated(template: str | None) -> Any:
             WordsConfig(context=100),
             "WordsConfig.context must be at least 202 (16 records of 4 tokens and 138 others), got 100",
         ),
-        (lambda: shared("many-words"), WordsConfig(context=-5), "WordsConfig.context must be at least 202 (16 records of 4 tokens and 138 others), got -5"),
+        (lambda: shared("many-words"), WordsConfig(context=1), "WordsConfig.context must be at least 202 (16 records of 4 tokens and 138 others), got 1"),
     ],
 )
 def test_what_cannot_be_built_is_one_line(tokenizer: Callable[[], Any], config: WordsConfig, message: str) -> None:

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 Array = np.ndarray
+DTYPES = ("float64", "float32")
 
 
 def norm(x: Array, weight: Array, eps: float) -> Array:
@@ -225,5 +227,21 @@ def main(bundle: Path, output: Path, dtype: str = "float64") -> None:
     print(f"{output}: {len(found)} tensors")
 
 
+def command(arguments: list[str]) -> int:
+    if len(arguments) not in (2, 3) or arguments[2:] not in ([], *([dtype] for dtype in DTYPES)):
+        print(f"usage: python port.py BUNDLE OUTPUT [{'|'.join(DTYPES)}]", file=sys.stderr)
+        return 2
+    bundle, output = Path(arguments[0]), Path(arguments[1])
+    try:
+        main(bundle, output, *arguments[2:])
+    except OSError as error:
+        print(f"port.py: {f'{error.filename}: {error.strerror}' if error.filename else error}", file=sys.stderr)
+        return 2
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        print(f"port.py: {bundle} is damaged, or no bundle: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+    sys.exit(command(sys.argv[1:]))

@@ -31,8 +31,13 @@ def _finetune(arguments: argparse.Namespace) -> int:
     from mitigate import before_after
     from mitigate.report import tuning
 
-    with tuning.progress_bar(wanted.train.updates) as on_update:
-        rows, summary = before_after.run(wanted, arguments.out, log=print, on_update=on_update)
+    try:
+        with tuning.progress_bar(wanted.train.updates) as on_update:
+            rows, summary = before_after.run(wanted, arguments.out, log=print, on_update=on_update)
+    except ConfigError as error:
+        if arguments.model is None and str(error).startswith("--model "):  # the loader's word for what the config gave
+            raise ConfigError(f"FineTuneConfig.model {str(error).removeprefix('--model ')}") from None
+        raise
     print(tuning.table(rows, summary))
     print(f"result: {arguments.out / 'row.json'}, figure: {arguments.out / 'phase_curves.png'}, bundle: {arguments.out / before_after.BUNDLE}")
     return 0

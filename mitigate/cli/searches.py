@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
 from mitigate import config, config_files
 from mitigate.cli.shared import add_cache, add_command, add_results, add_study, baselines, study_folder
 from mitigate.config import ConfigError
+
+LONGEST_WATCH_S = 86_400  # a day between two looks
 
 
 def add_search(commands: Any) -> None:
@@ -71,8 +72,8 @@ def _status(arguments: argparse.Namespace) -> int:
     from mitigate.search import status
 
     study = study_folder(arguments)
-    if arguments.watch is not None and arguments.watch <= 0:
-        raise ConfigError(f"--watch must be above 0 seconds, got {arguments.watch:g}")
+    if arguments.watch is not None and not 0 < arguments.watch <= LONGEST_WATCH_S:
+        raise ConfigError(f"--watch must be above 0 and at most {LONGEST_WATCH_S} seconds, got {arguments.watch:g}")
     while True:
         found = status.read_status(study)
         print(json.dumps(dataclasses.asdict(found)) if arguments.json else "\n".join(status.lines(found)), flush=True)
@@ -93,7 +94,7 @@ def _verify_study(arguments: argparse.Namespace) -> int:
     for line in found.differences:
         print(line)
     summary = f"{found.proposals} proposals and {found.promotions} promotions derived again: "
-    print(summary + (f"{len(found.differences)} differ" if found.differences else "all as recorded"))
+    print(summary + (f"differences in {len(found.differences)} places" if found.differences else "all as recorded"))
     return 1 if found.differences else 0
 
 
@@ -109,7 +110,7 @@ def add_rescore(commands: Any) -> None:
 
 
 def _rescore(arguments: argparse.Namespace) -> int:
-    from mitigate import rescored
+    from mitigate import rescored, results
     from mitigate.files import write_atomic
     from mitigate.report import rescoring
     from mitigate.search.rescore import rescore
@@ -126,6 +127,7 @@ def _rescore(arguments: argparse.Namespace) -> int:
         prepare=lambda wanted: _prepare_base(wanted.trial.base, arguments.cache),
     )
     found = rescored.read(study)
+    results.require_rows(study / rescored.FILE, len(found))
     write_atomic(study / rescored.FILE, rescored.csv_of(found))
     print(rescoring.text(found))
     print(f"table: {study / rescored.FILE}")
@@ -136,10 +138,10 @@ def _prepare_base(base: config.BaseConfig, cache: Path) -> dict[str, bytes]:
     """Train the base unless it is there; its files by their path in the cache."""
     import torch
 
-    from mitigate import bases
+    from mitigate import bases, cores
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)  # nothing else runs yet
+    torch.set_num_threads(cores.wanted_threads())  # nothing else runs yet
     found = bases.load(base, cache, log=print)
     torch.set_num_threads(threads)
     print(f"base: {'from the cache' if found.cached else 'trained'}, retrieves {found.accuracy:.3f} of fresh queries")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,29 @@ def test_the_port_passes_in_fp32(port: Any, tmp_path: Path) -> None:
     folder = presets.exported(tiny_models.COMPRESSED["w8s8-stagger-content"], tmp_path / "bundle")
     port.main(folder, tmp_path / "out", "float32")
     assert cli.main(["verify", str(folder), "--against", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize("arguments", [[], ["bundle"], ["bundle", "out", "float16"], ["bundle", "out", "float32", "more"]])
+def test_other_arguments_show_the_usage(port: Any, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert port.command(arguments) == 2
+    assert capsys.readouterr().err == "usage: python port.py BUNDLE OUTPUT [float64|float32]\n"
+
+
+@pytest.mark.parametrize("name", ["", "compressor.json", "compressor.safetensors", "model.safetensors", "golden/cases.json", "golden/inputs.safetensors"])
+@pytest.mark.parametrize("how", ["absent", "cut"])
+def test_what_is_no_bundle_is_one_line_and_leaves_nothing(port: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, how: str) -> None:
+    folder = presets.exported(presets.VARIANTS["two"], tmp_path / "bundle")
+    if not name:
+        shutil.rmtree(folder)
+        folder.mkdir() if how == "cut" else None
+    elif how == "absent":
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes((folder / name).read_bytes()[:100])
+    assert port.command([str(folder), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("port.py: ") and error.count("\n") == 1 and str(folder) in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_mistake_in_the_stream_alone_is_found_in_chunks(

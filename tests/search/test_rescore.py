@@ -15,15 +15,17 @@ import pytest
 from filelock import FileLock
 from rich.console import Console
 
-from mitigate import pareto, rescored, results
+from mitigate import cli, pareto, rescored, results
+from mitigate.cli import searches
 from mitigate.config import ConfigError, TrialConfig, VariantConfig
 from mitigate.config_files import from_dict
 from mitigate.config_search import SearchConfig
 from mitigate.files import write_atomic
 from mitigate.rows import Row
+from mitigate.search import rescore as module
 from mitigate.search.loop import run_search
 from mitigate.search.rescore import rescore
-from mitigate.search.workers import InlineExecutor, read_result
+from mitigate.search.workers import ExecutorError, InlineExecutor, read_result
 
 Make = Callable[..., SearchConfig]
 WIDE = {"stride": [1, 2, 3, 4, 6, 8, 12], "overlap": ["1", "3/2", "2"], "gate": ["scalar", "vector"], "local_window": list(range(1, 30))}
@@ -117,7 +119,7 @@ def test_trials_by_name_are_run_once_each(study: Path) -> None:
     assert sorted(path.name for path in (study / "rescored").iterdir()) == ["0000-s1", "0001-s1"]
 
 
-@pytest.mark.parametrize("what", ["stopped", "infeasible", "absent", "seeds", "busy", "no study"])
+@pytest.mark.parametrize("what", ["stopped", "infeasible", "absent", "seeds", "workers", "busy", "no study"])
 def test_what_cannot_be_re_scored_is_refused_in_a_line_and_leaves_nothing(study: Path, what: str) -> None:
     rows = results.read_rows(study)
     number = next((row.trial for row in rows if row.status == what), 99)
@@ -126,11 +128,18 @@ def test_what_cannot_be_re_scored_is_refused_in_a_line_and_leaves_nothing(study:
         "infeasible": f"rescore: trial {number} is infeasible; only finished trials can be re-scored",
         "absent": "has no trial 99 with a result; it has 0 to 9",
         "seeds": "rescore: --seeds must be at least 1, got 0",
+        "workers": "SearchConfig.workers must be at least 1, got 0",
         "busy": "is in use: ",
         "no study": "is no study",
     }[what]
     with FileLock(study / "driver.lock") if what == "busy" else FileLock(study.parent / "other.lock"), pytest.raises(ConfigError) as caught:
-        again(study.parent / "none" if what == "no study" else study, seeds=0 if what == "seeds" else 1, trials=None if what in ("seeds", "busy") else [number])
+        again(
+            study.parent / "none" if what == "no study" else study,
+            seeds=0 if what == "seeds" else 1,
+            workers=0 if what == "workers" else None,
+            inline=what != "workers",  # Ray must not start
+            trials=None if what in ("seeds", "workers", "busy") else [number],
+        )
     assert said in str(caught.value) and "\n" not in str(caught.value)
     assert not (study / "rescored").exists()
 
@@ -173,6 +182,26 @@ def test_a_repeat_that_fails_is_said_and_not_counted(study: Path) -> None:
     assert failed is not None and failed.status == "infeasible"
     (one,) = rescored.read(study)
     assert len(one.fresh) == 1
+
+
+def test_a_table_with_rows_is_not_replaced_by_one_without(study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    again(study, seeds=1, trials=[1])
+    before = rescored.csv_of(rescored.read(study))
+    (study / rescored.FILE).write_bytes(before)
+    monkeypatch.setattr(rescored, "read", lambda folder: [])
+    assert cli.main(["rescore", str(study), "--seeds", "1", "--trial", "1", "--inline"]) == 2
+    assert "rescored.csv holds 1 row and would be written again with none" in capsys.readouterr().err
+    assert (study / rescored.FILE).read_bytes() == before
+
+
+def test_a_cluster_that_is_not_there_is_one_line(study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise ExecutorError("Ray could not join the cluster at nowhere: ConnectionError: no")
+
+    monkeypatch.setattr(module, "RayExecutor", unreachable)
+    monkeypatch.setattr(searches, "_prepare_base", lambda base, cache: {})
+    assert cli.main(["rescore", str(study), "--address", "nowhere"]) == 1
+    assert capsys.readouterr().err == "mitigate: Ray could not join the cluster at nowhere: ConnectionError: no\n"
 
 
 # what the numbers say -----------------------------------------------------------------------------------------------------------------------------

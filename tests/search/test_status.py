@@ -205,5 +205,12 @@ def test_an_unknown_study_is_one_line(make_config: Make, tmp_path: Path, capsys:
     assert cli.main(["status", str(tmp_path / "studdy")]) != 0
     out = capsys.readouterr()
     assert out.out == "" and len(out.err.splitlines()) == 1 and "is no study" in out.err
-    assert cli.main(["status", str(tmp_path / "study"), "--watch", "0"]) != 0
-    assert "--watch must be above 0 seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-inf", "0", "-1", "1e300"])
+def test_a_pause_that_cannot_be_waited_for_is_one_line(make_config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: str) -> None:
+    folder = finished(make_config(trials=2), tmp_path)
+    capsys.readouterr()
+    assert cli.main(["status", str(folder), f"--watch={seconds}"]) == 2
+    out = capsys.readouterr()
+    assert out.out == "" and out.err == f"mitigate: --watch must be above 0 and at most 86400 seconds, got {float(seconds):g}\n"

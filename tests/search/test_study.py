@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from optuna.trial import TrialState
 
 from mitigate.config import ConfigError, VariantConfig, canonical_json
 from mitigate.config_search import SearchConfig
-from mitigate.results import read_rows
+from mitigate.results import read_rows, write_tables
 from mitigate.search.space import SearchSpace, variant_key
 from mitigate.search.study import DIRECTIONS, HV_REFERENCE, METRICS, Proposal, StudyBusyError, StudyOwner, anchor_variants, check_anchors, repair_journal
 from mitigate.search.workers import Task, failure_row, read_result, write_result
@@ -186,18 +187,19 @@ def test_a_second_driver_is_refused_by_process(make_config: Make, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "changes, lines",
+    "changes, said, from_journal",
     [
-        (dict(space={"stride": [4, 8]}), ["space.gate", "space.stride [4, 6, 8, 12] -> [4, 8]", 'space.tie ["none", "gates", "kv"] -> nothing']),
-        (dict(seed=1, sampler="random"), ["seed 0 -> 1", 'sampler "tpe" -> "random"']),
-        (dict(trial={"train": {"updates": 5}}), ["trial.train.updates 600 -> 5"]),
-        (dict(anchors=["full"]), ['anchors ["full", "w8s8"] -> ["full"]']),
-        (dict(max_consecutive_failures=9), ["max_consecutive_failures 5 -> 9"]),
+        (dict(space={"gate": ["scalar"]}), 'space.gate ["scalar", "vector", "uniform"] -> ["scalar"] and 3 more', "config.space.gate"),
+        (dict(seed=1, sampler="random"), 'sampler "tpe" -> "random" and 1 more', 'config.sampler "tpe" -> "random" and 1 more'),
+        (dict(trial={"train": {"updates": 5}}), "trial.train.updates 600 -> 5", "config.trial.train.updates 600 -> 5"),
+        (dict(anchors=["full"]), 'anchors ["full", "w8s8"] -> ["full"]', "anchors.w8s8 "),
+        (dict(space={"local_window": list(range(1, 60))}), 'space.gate ["scalar", "vector", "uniform"] -> nothing and 4 more', "config.space.gate "),
+        (dict(max_consecutive_failures=9), "max_consecutive_failures 5 -> 9", "config.max_consecutive_failures 5 -> 9"),
     ],
 )
 @pytest.mark.parametrize("without_config_json", [False, True])
-def test_another_config_is_refused_with_its_differences_and_nothing_changes(
-    make_config: Make, tmp_path: Path, changes: dict[str, Any], lines: list[str], without_config_json: bool
+def test_another_config_is_refused_with_its_first_difference_and_nothing_changes(
+    make_config: Make, tmp_path: Path, changes: dict[str, Any], said: str, from_journal: str, without_config_json: bool
 ) -> None:
     with StudyOwner.open(make_config(), tmp_path) as owner:
         advance(owner, 3)
@@ -206,9 +208,25 @@ def test_another_config_is_refused_with_its_differences_and_nothing_changes(
     before = contents(owner.folder)
     with pytest.raises(ConfigError, match=r"belongs to another config: ") as caught:
         StudyOwner.open(make_config(**changes), tmp_path)
-    assert all(line in str(caught.value) for line in lines) and "\n" not in str(caught.value)
-    assert str(caught.value).endswith("; give the search another name or move the folder away")
+    expected = from_journal if without_config_json else f"{said}; "
+    assert str(caught.value).startswith(f"results folder {owner.folder} belongs to another config: {expected}") and "\n" not in str(caught.value)
+    assert str(caught.value).endswith("; give another --results folder or the search another name")
+    assert len(str(caught.value)) < 250 + len(str(owner.folder))
     assert contents(owner.folder) == before
+
+
+def test_a_published_extract_is_not_gone_on_with(make_config: Make, tmp_path: Path) -> None:
+    with StudyOwner.open(make_config(), tmp_path) as owner:
+        advance(owner, 3)
+    folder = owner.folder
+    write_tables(folder, read_rows(folder))
+    shutil.rmtree(folder / "trials")
+    for name in ("study.journal", "driver.lock"):
+        (folder / name).unlink(missing_ok=True)
+    before = contents(folder)
+    with pytest.raises(ConfigError, match=r"study holds published tables of 3 trials but not the trials themselves, so nothing can be derived from it$"):
+        StudyOwner.open(make_config(), tmp_path)
+    assert contents(folder) == before
 
 
 def test_an_anchor_preset_that_changed_is_refused(make_config: Make, tmp_path: Path, presets: Path) -> None:
