@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -25,10 +26,11 @@ def attention_modules(model: PreTrainedModel) -> list[Any]:
     check_readout(model)
     for index, module in enumerate(modules):
         if module is None or not hasattr(module, "k_proj") or not hasattr(module, "v_proj"):
-            raise UnsupportedModel(f"attach: layer {index} of {type(model).__name__} has no k_proj and v_proj (latent attention is not supported)")
+            why = "projections in one matrix, and latent attention, are not supported"
+            raise UnsupportedModel(f"attach: layer {index} of {type(model).__name__} has no k_proj and v_proj ({why})")
         # Mistral reads the width from its config at each call; others hold each layer's own.
         width = module.sliding_window if hasattr(module, "sliding_window") else getattr(module.config, "sliding_window", None)
-        if width is not None:
+        if width:
             raise UnsupportedModel(f"attach: layer {index} has a sliding window of {width} tokens; only full-attention layers are supported")
         if MARK in module.__dict__:
             raise UnsupportedModel(f"attach: layer {index} already carries a variant; detach it first")
@@ -46,8 +48,17 @@ def _lacking(module: Any) -> str:
     norm = getattr(getattr(module, "k_norm", None), "weight", None)
     if norm is not None and norm.shape[-1] != dim:
         return f"has no k_norm for each head: one norm over all {norm.shape[-1]} channels, and summaries are normalised by head (head_dim {dim})"
-    if getattr(module, "k_layernorm", None) is not None:
-        return "has no k_norm: it normalises keys by k_layernorm, which summaries would miss"
+    for name in ("k_layernorm", "key_layernorm"):
+        if getattr(module, name, None) is not None:
+            return f"has no k_norm: it normalises keys by {name}, which summaries would miss"
+    if getattr(module.config, "clip_qkv", None) is not None:
+        return f"clamps its projections to {module.config.clip_qkv} (clip_qkv), which summaries would miss"
+    if getattr(module, "attn_logit_softcapping", None) is not None:
+        return f"caps its logits at {module.attn_logit_softcapping} (attn_logit_softcapping), which a variant's attention does not"
+    if getattr(module, "sinks", None) is not None:
+        return "has attention sinks, which a variant's attention has not"
+    if not getattr(module, "is_causal", True) or not getattr(module.config, "is_causal", True):
+        return "is not causal, and a summary is seen only by what follows it"
     rotated = getattr(module, "rotary_ndims", dim)
     if rotated != dim:
         return f"has no rotation of whole heads: its attention rotates {rotated} of {dim} channels itself, which summaries would miss"
@@ -73,6 +84,11 @@ def rotary_module(model: PreTrainedModel) -> nn.Module:
     rotary = getattr(decoder, "rotary_emb", None)
     if rotary is None:
         raise UnsupportedModel(f"attach: {type(model).__name__} has no rotary_emb module on its decoder")
+    needed = [parameter.name for parameter in inspect.signature(rotary.forward).parameters.values() if parameter.default is inspect.Parameter.empty]
+    if len(needed) > 2:
+        raise UnsupportedModel(f"attach: the rotary_emb of {type(model).__name__} needs {', '.join(needed[2:])} too; one rotation for all layers is supported")
+    if getattr(rotary, "rope_type", None) == "longrope":
+        raise UnsupportedModel(f"attach: the rotation of {type(model).__name__} depends on the length of a call (longrope), so that no summary could be kept")
     return rotary
 
 

@@ -23,6 +23,7 @@ from mitigate.geometry import Grid
 from mitigate.kernels import blocked, ops, reference
 
 NAME = "mitigate"  # key in transformers' attention and mask registries
+ROUNDING = 0.05  # of the largest number, by which keys made twice may differ in any precision; one made otherwise is far off
 BLOCKED_FROM = 48  # tokens from which the blocked path beats one dense masked call (forward and backward, CPU: level at 40, 1.2x at 64, 1.7x at 128)
 
 
@@ -32,7 +33,7 @@ class AttachedLayer:
     def __init__(self, module: Any, rotary: nn.Module, compressor: Compressor, variant: VariantConfig, phases: tuple[int, ...], call: Call) -> None:
         self.module, self.rotary, self.compressor, self.call = module, rotary, compressor, call
         self.grid: Grid = compressor.grid
-        self.local = variant.local_window
+        self.variant, self.local = variant, variant.local_window
         self.phases = phases
         self.rope_position = variant.rope_position
         norm = getattr(module, "k_norm", None)
@@ -44,7 +45,8 @@ class AttachedLayer:
         self._key: torch.Tensor | None = None
         self._cache: VariantCacheLayer | None = None
         self._pads: tuple[int, ...] | None = None
-        self._kept: dict[Any, torch.Tensor] = {}
+        self._proven = False  # whether the layer's own keys and values were found to be what summaries are made of
+        self.hooked: nn.Module | None = None  # the k_proj that calls `after_key`
 
     @property
     def device(self) -> torch.device:
@@ -60,9 +62,13 @@ class AttachedLayer:
             key_BNGD = self._normalise_pooled(key_BNGD)
         if getattr(self.module, "use_rope", True):
             cos, sin = self._rotation(key_BNGD, window0, key_BNGD.shape[1])
-            rotate = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
-            key_BNGD = rotate(key_BNGD[:0], key_BNGD, cos, sin, unsqueeze_dim=2)[1]
+            key_BNGD = self._rotated(key_BNGD, cos, sin)
         return key_BNGD.transpose(1, 2), None if pooled.value is None else pooled.value.transpose(1, 2)
+
+    def _rotated(self, key_BNGD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        rotate = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
+        rotated: torch.Tensor = rotate(key_BNGD[:0], key_BNGD, cos, sin, unsqueeze_dim=2)[1]
+        return rotated
 
     def _rotation(self, like: torch.Tensor, window0: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         shift = {"last_stride": self.grid.window - self.grid.stride, "window_start": 0, "window_end": self.grid.window - 1}[self.rope_position]
@@ -72,10 +78,15 @@ class AttachedLayer:
         cos, sin = self.rotary(like, position_1N)
         return cos, sin
 
+    def _pooled(self, hidden_BTC: torch.Tensor, key_BTF: torch.Tensor, value_BTF: torch.Tensor, **which: int) -> Pooled:
+        biases = {"key_bias": getattr(self.module.k_proj, "bias", None), "value_bias": getattr(self.module.v_proj, "bias", None)}
+        pooled: Pooled = self.compressor(hidden_BTC, key_BTF, value_BTF, **which, **biases, normalise=self._normalise_tokens)
+        return pooled
+
     def summarise_rows(self, hidden_BTC: torch.Tensor, *, row0: int, window0: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Summaries of windows from hidden rows alone, projecting them here: the cached path."""
         projected = self.module.k_proj(hidden_BTC), self.module.v_proj(hidden_BTC)
-        pooled = self.compressor(hidden_BTC, *projected, row0=row0, window0=window0, count=count, normalise=self._normalise_tokens)
+        pooled = self._pooled(hidden_BTC, *projected, row0=row0, window0=window0, count=count)
         self._key = None  # k_proj's hook fired for the rows
         return self._finish(pooled, window0)
 
@@ -111,6 +122,8 @@ class AttachedLayer:
         chosen = self.module.config._attn_implementation
         if chosen.startswith("paged"):
             raise UnsupportedModel(f"attach: continuous batching ({chosen}) keeps paged caches, which cannot carry summaries; use generate on a batch")
+        if self.module.k_proj is not self.hooked:
+            raise UnsupportedModel(f"attach: k_proj of layer {self.module.layer_idx} was replaced while a variant is attached; attach after such changes")
         if chosen != NAME:
             raise UnsupportedModel(f"attach: attn_implementation was set to {chosen!r} while a variant is attached, which would run without it; detach first")
         if kwargs.get("cu_seq_lens_q") is not None:
@@ -145,10 +158,44 @@ class AttachedLayer:
         cache.layers[index] = SummaryCacheLayer(self)
         return cache.layers[index]
 
+    @torch.no_grad()
+    def _prove(self, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor) -> None:
+        """Once: the first tokens' keys and values, made of the layer's parts as summaries are, must be those that the layer itself gives its attention.
+
+        A family may scale, clamp or normalise them in code that no name gives away, or leave RoPE out in some layers.
+
+        Raises:
+            UnsupportedModel: they are not.
+        """
+        adapted = self.module.training and any(True for _ in self.module.k_proj.children())  # whose dropout draws again
+        if self._proven or adapted or self._hidden is None or self._pads is not None or torch.compiler.is_compiling():
+            return
+        count, past = min(k_BGTD.shape[2], 4), 0 if self._cache is None else self._cache.length - k_BGTD.shape[2]
+        if count == 0 or k_BGTD.shape[0] == 0:
+            return
+        kept, hidden = self._key, self._hidden[:1, :count]
+        key, value = (projected.unflatten(-1, (k_BGTD.shape[1], -1)) for projected in (self.module.k_proj(hidden), self.module.v_proj(hidden)))
+        self._key = kept  # k_proj's hook fired
+        norm = getattr(self.module, "k_norm", None)
+        key = key if norm is None else norm(key)
+        if getattr(self.module, "use_rope", True):
+            key = self._rotated(key, *self.rotary(key, torch.arange(past, past + count, device=key.device)[None]))
+        for name, made, own in (("keys", key, k_BGTD), ("values", value, v_BGTD)):
+            own_BTGD = own[:1, :, :count].transpose(1, 2).float()
+            far = float((made.float() - own_BTGD).abs().max())
+            if far > ROUNDING * float(own_BTGD.abs().max()) and bool(own_BTGD.isfinite().all()):
+                raise UnsupportedModel(
+                    f"attach: layer {self.module.layer_idx} of {type(self.module).__name__} gives its attention other {name} than its projections, key norm "
+                    "and RoPE make, of which summaries are made"
+                )
+        self._proven = True
+
     # -- attention ------------------------------------------------------------------------------------------------------------------------------
 
     def attention(self, q_BHTD: torch.Tensor, k_BGMD: torch.Tensor, v_BGMD: torch.Tensor, scale: float) -> torch.Tensor:
         """Attend over [summaries | exact tokens]; returns [B, T, H, D], zeros at left pads. Clears the stash whatever happens."""
+        own = slice(k_BGMD.shape[2] - q_BHTD.shape[2], None)  # over a cache, the call's own tokens come last
+        self._prove(k_BGMD[:, :, own], v_BGMD[:, :, own])
         hidden, key, cache, pads = self._hidden, self._key, self._cache, self._pads
         self._hidden = self._key = self._cache = self._pads = None
         if cache is None:
@@ -252,7 +299,7 @@ class AttachedLayer:
         if count == 0:
             return k_BGTD[:, :, :0], v_BGTD[:, :, :0]
         value = v_BGTD.transpose(1, 2).flatten(2)
-        pooled = self.compressor(hidden, key, value, row0=0, window0=0, count=count, normalise=self._normalise_tokens)
+        pooled = self._pooled(hidden, key, value, row0=0, window0=0, count=count)
         if self.collect is not None:
             self.collect[:] = [(pooled.key_gates, pooled.value_gates)]
         summary_key, summary_value = self._finish(pooled, 0)
@@ -273,29 +320,26 @@ class AttachedLayer:
         )
 
     def _mask(self, past: int, length: int, repeat: int, like: torch.Tensor) -> torch.Tensor:
-        signature = (past, length, repeat, like.dtype, like.device)
-        if signature not in self._kept:
-            with torch.inference_mode(False):  # a kept mask must also serve a later backward pass
-                grid, device = self.grid, like.device
-                first = grid.stored_exact_lo(past, self.local) if past else 0
-                older = torch.arange(first, device=device)
-                older = older[reference.is_bypassed(older, stride=grid.stride, origin=grid.origin, phases=self.phases)]
-                keys = torch.cat([older, torch.arange(first, past + length, device=device)])
-                visible_TM = reference.visible(
-                    torch.arange(past, past + length, device=device),
-                    keys,
-                    grid.num_windows(past + length),
-                    window=grid.window,
-                    stride=grid.stride,
-                    origin=grid.origin,
-                    local=self.local,
-                    bypass=self.phases,
-                )
-                mask = blocked.additive_mask(visible_TM, repeat, like.dtype)
-            if len(self._kept) >= 4:
-                self._kept.clear()
-            self._kept[signature] = mask
-        return self._kept[signature]
+        grid, device = self.grid, like.device
+
+        def made() -> torch.Tensor:
+            first = grid.stored_exact_lo(past, self.local) if past else 0
+            older = torch.arange(first, device=device)
+            older = older[reference.is_bypassed(older, stride=grid.stride, origin=grid.origin, phases=self.phases)]
+            visible_TM = reference.visible(
+                torch.arange(past, past + length, device=device),
+                torch.cat([older, torch.arange(first, past + length, device=device)]),
+                grid.num_windows(past + length),
+                window=grid.window,
+                stride=grid.stride,
+                origin=grid.origin,
+                local=self.local,
+                bypass=self.phases,
+            )
+            return blocked.additive_mask(visible_TM, repeat, like.dtype)
+
+        with torch.inference_mode(False):  # a kept mask must also serve a later backward pass
+            return self.call.mask((grid, self.local, self.phases, past, length, repeat, like.dtype, device), made)
 
 
 def spread(x_BAF: torch.Tensor, positions_A: torch.Tensor, length: int) -> torch.Tensor:

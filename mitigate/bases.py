@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,15 +74,37 @@ def load_pretrained(name: str, *, revision: str | None = None, dtype: str = "flo
         raise ConfigError(f"--model {name}: there is no such folder or GGUF file")
     if path.exists() and revision is not None:
         raise ConfigError(f"--model {name}: a revision is of a repository on the hub, and this is a path; got {revision!r}")
+    packed |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # what is wrong is said below, on one line
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), output_loading_info=True, **options, **packed)
+        with _without_load_report():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **options, **packed)
     except Exception as error:  # loaders of configs, tokenizers and weights raise whatever their libraries do
         raise ConfigError(f"--model {name}: {_one_line(error)}") from error
     model, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise ConfigError(f"--model {name}: {len(missing)} weights are missing from it, {missing[0]} among them")
+    if others := sorted(found["mismatched_keys"]):
+        weight, stored, wanted = others[0]
+        what = f"{weight} of shape {list(stored)} where its config asks for {list(wanted)}"
+        raise ConfigError(f"--model {name}: {len(others)} weights have other shapes than its config's, {what} among them")
     return Pretrained(model=model.eval(), tokenizer=tokenizer, sha256=_state_sha256(model))
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Without the loader's table of weights that are missing or of other shapes, which would be said again on many lines; other tables stay."""
+    log = logging.getLogger("transformers.modeling_utils")
+
+    def keep(record: logging.LogRecord) -> bool:
+        said = record.getMessage()
+        return "LOAD REPORT" not in said or not ("MISSING" in said or "MISMATCH" in said)
+
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
 
 
 def _one_line(error: Exception, width: int = 240) -> str:

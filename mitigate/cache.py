@@ -8,6 +8,7 @@ Shapes: B batch, T new tokens, C hidden width, G kv heads, D head dim.
 from __future__ import annotations
 
 import copy
+import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,9 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from mitigate.config import ConfigError
+from mitigate import registry
+from mitigate.attachable import UnsupportedModel
+from mitigate.config import ConfigError, VariantConfig, to_dict
 from mitigate.geometry import Grid
 from mitigate.kernels import ops
 
@@ -27,6 +30,7 @@ class Summariser(Protocol):
     grid: Grid
     local: int
     phases: tuple[int, ...]
+    variant: VariantConfig
 
     @property
     def device(self) -> torch.device:
@@ -63,10 +67,45 @@ class VariantCacheLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self.owner = owner
         self.length = 0  # tokens seen, left pads included
+        self._hidden_BTC: torch.Tensor | None = None
+
+    def expect(self, hidden_BTC: torch.Tensor, pads: Sequence[int] | None = None) -> None:
+        """Hand over the hidden states of the tokens whose keys and values the next `update` brings, and the left pads of each row where there are any.
+
+        Raises:
+            UnsupportedModel: they are of other rows than the cache.
+        """
+        if self.seen and len(self.seen) != len(hidden_BTC):
+            raise UnsupportedModel(f"attach: the cache holds {len(self.seen)} rows, the call has {len(hidden_BTC)}; start other rows with an empty cache")
+        self._hidden_BTC = hidden_BTC
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in the T tokens of a call; give back keys and values for its queries, see `_grow`. Whatever is raised, the layer is as it was.
+
+        Raises:
+            RuntimeError: the attached layer did not hand over the hidden states of the same rows and tokens first.
+        """
+        hidden_BTC, self._hidden_BTC = self._hidden_BTC, None
+        if hidden_BTC is None:
+            raise RuntimeError(f"{type(self).__name__}.update: the variant is not attached to the model that uses this cache")
+        came = [[*hidden_BTC.shape[:2]], *([x.shape[0], x.shape[2]] for x in (key_states, value_states))]
+        if came[1:] != came[:-1]:
+            raise RuntimeError(f"{type(self).__name__}.update: hidden states, keys and values must be of the same rows and tokens, got {came}")
+        grown = self.fork()
+        if not grown.is_initialized:
+            grown.lazy_initialization(key_states, value_states)
+        entries = grown._grow(hidden_BTC, key_states, value_states)
+        vars(self).update(vars(grown))
+        return entries
 
     @abstractmethod
-    def expect(self, hidden_BTC: torch.Tensor, pads: Sequence[int] | None = None) -> None:
-        """Hand over the hidden states of the tokens whose keys and values the next `update` brings, and the left pads of each row where there are any."""
+    def _grow(self, hidden_BTC: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`update` on a fork, whose state counts only if nothing is raised."""
+
+    @property
+    @abstractmethod
+    def seen(self) -> list[int]:
+        """Tokens that each row has seen, below 1 for a row that waits; empty before the first call."""
 
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -129,7 +168,6 @@ class SummaryCacheLayer(VariantCacheLayer):
         self.bypass_keys: torch.Tensor | None = None
         self.bypass_values: torch.Tensor | None = None
         self.open_rows: torch.Tensor | None = None
-        self._hidden_BTC: torch.Tensor | None = None
         self._banks: Banks | None = None
 
     # self.keys and self.values hold the exact tokens from `exact_from` on.
@@ -139,9 +177,6 @@ class SummaryCacheLayer(VariantCacheLayer):
         """Position of the first exact token held."""
         return self.owner.grid.stored_exact_lo(self.length, self.owner.local) if self.length else 0
 
-    def expect(self, hidden_BTC: torch.Tensor, pads: Sequence[int] | None = None) -> None:
-        self._hidden_BTC = hidden_BTC
-
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, groups, _, dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -150,19 +185,15 @@ class SummaryCacheLayer(VariantCacheLayer):
         self.summary_keys, self.bypass_keys, self.bypass_values = self.keys, self.keys, self.values
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in T tokens; give back keys and values of [summaries | bypassed | exact] entries for this call's queries.
+    @property
+    def seen(self) -> list[int]:
+        return [] if self.keys is None else [self.length] * len(self.keys)
+
+    def _grow(self, hidden_BTC: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of [summaries | bypassed | exact] entries.
 
         On devices whose attention is an operator, nothing is joined: the entries are left for `take_banks`, and keys and values come back as they are.
-
-        Raises:
-            RuntimeError: the attached layer did not hand over the hidden states first.
         """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        hidden_BTC, self._hidden_BTC = self._hidden_BTC, None
-        if hidden_BTC is None:
-            raise RuntimeError("SummaryCacheLayer.update: the variant is not attached to the model that uses this cache")
         before, self.length = self.length, self.length + key_states.shape[2]
         self._take_rows(hidden_BTC, before)
         assert self.keys is not None and self.values is not None
@@ -242,7 +273,7 @@ class SummaryCacheLayer(VariantCacheLayer):
 
     def save(self) -> dict[str, torch.Tensor]:
         held = {name: getattr(self, name).detach().clone(memory_format=torch.contiguous_format) for name in self.HELD if getattr(self, name) is not None}
-        return {"form": torch.tensor(_form(self.owner)), "length": torch.tensor(self.length), **held}
+        return {"form": _form(self.owner), "length": torch.tensor(self.length), **held}
 
     @classmethod
     def restored(cls, owner: Summariser, saved: Mapping[str, torch.Tensor], name: str) -> SummaryCacheLayer:
@@ -250,22 +281,30 @@ class SummaryCacheLayer(VariantCacheLayer):
         unknown = set(saved) - {"form", "length", *cls.HELD}
         if unknown or not {"form", "length"} <= set(saved):
             raise ConfigError(f"restore: {name} must hold form, length and some of {', '.join(cls.HELD)}, got {', '.join(sorted(saved)) or 'nothing'}")
-        if saved["form"].tolist() != _form(owner):
-            raise ConfigError(f"restore: {name} must have [W, S, o, L, bypassed phases] {_form(owner)} like the attached variant, got {saved['form'].tolist()}")
+        _check_form(owner, saved["form"], name)
         layer = cls(owner)
-        layer.length = int(saved["length"])
+        layer.length = _count(saved["length"], f"{name}.length")
         for held in cls.HELD:
             if held in saved:
                 setattr(layer, held, saved[held].to(owner.device, copy=True))
         if layer.length:
             layer._check_whole(name)
+        elif next(layer.tensors(), None) is not None:
+            raise ConfigError(f"restore: {name} must hold nothing after 0 tokens, got {', '.join(sorted(set(saved) & set(cls.HELD)))}")
         return layer
 
     def _check_whole(self, name: str) -> None:
+        for held in self.HELD:
+            tensor, dims = getattr(self, held), 3 if held == "open_rows" else 4
+            if tensor is not None and tensor.dim() != dims:
+                raise ConfigError(f"restore: {name}.{held} must have {dims} dimensions, got {tensor.dim()}")
         grid, first = self.owner.grid, self.exact_from
         windows, bypassed = grid.num_windows(self.length), len(self.bypassed(0, first))
         wanted = {"summary_keys": windows, "bypass_keys": bypassed, "bypass_values": bypassed, "keys": self.length - first, "values": self.length - first}
-        if self.summary_values is not None:
+        if registry.held_branches(self.owner.variant) == 1:
+            if self.summary_values is not None:
+                raise ConfigError(f"restore: {name} must hold no summary_values, since keys serve as values, got {self.summary_values.shape[2]} entries")
+        elif windows or self.summary_values is not None:
             wanted["summary_values"] = windows
         for held, count in wanted.items():
             tensor = getattr(self, held)
@@ -275,8 +314,20 @@ class SummaryCacheLayer(VariantCacheLayer):
         rows = self.length - grid.open_lo(self.length)
         if self.open_rows is None or self.open_rows.shape[1] != rows:
             raise ConfigError(f"restore: {name}.open_rows must hold {rows} rows, got {0 if self.open_rows is None else self.open_rows.shape[1]}")
-        assert self.keys is not None
+        assert self.keys is not None and self.values is not None
+        self._check_agreement(self.keys, self.values, self.open_rows, name)
         self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
+
+    def _check_agreement(self, keys: torch.Tensor, values: torch.Tensor, open_rows: torch.Tensor, name: str) -> None:
+        if values.shape[:2] != keys.shape[:2]:
+            raise ConfigError(f"restore: {name}.values must have {[*keys.shape[:2]]} rows and kv heads like keys, got {[*values.shape[:2]]}")
+        if len(open_rows) != len(keys):
+            raise ConfigError(f"restore: {name}.open_rows must be of {len(keys)} rows of the batch like keys, got {len(open_rows)}")
+        for like in ("keys", "values"):
+            for held in (f"summary_{like}", f"bypass_{like}"):
+                tensor, wanted = getattr(self, held), _look(getattr(self, like))
+                if tensor is not None and _look(tensor) != wanted:
+                    raise ConfigError(f"restore: {name}.{held} must be {wanted} like {like}, got {_look(tensor)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,24 +362,26 @@ class PaddedCacheLayer(VariantCacheLayer):
         super().__init__(owner)
         self.pads: tuple[int, ...] = ()  # by row; at least `length` for a row that waits
         self.parts: tuple[Part, ...] = ()
-        self._hidden_BTC: torch.Tensor | None = None
+        self._expected: tuple[int, ...] = ()  # the pads of the call under way
         self._entries: list[Entries] = []
 
     def expect(self, hidden_BTC: torch.Tensor, pads: Sequence[int] | None = None) -> None:
-        self._hidden_BTC = hidden_BTC
-        self.pads = self.pads or (0,) * len(hidden_BTC) if pads is None else tuple(pads)
+        super().expect(hidden_BTC)
+        self._expected = self.pads or (0,) * len(hidden_BTC) if pads is None else tuple(pads)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in T columns. What the queries read is left for `take_entries`; keys and values come back as they are."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        hidden_BTC, self._hidden_BTC = self._hidden_BTC, None
-        if hidden_BTC is None:
-            raise RuntimeError("PaddedCacheLayer.update: the variant is not attached to the model that uses this cache")
+    @property
+    def seen(self) -> list[int]:
+        return [self.length - pad for pad in self.pads]
+
+    def _grow(self, hidden_BTC: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the queries read is left for `take_entries`; keys and values come back as they are."""
+        if len(self._expected) != len(hidden_BTC):
+            raise RuntimeError(f"PaddedCacheLayer.update: pads must be of {len(hidden_BTC)} rows, got {len(self._expected)}")
+        self.pads = self._expected
         before, self.length = self.length, self.length + key_states.shape[2]
         for pad in sorted({pad for pad in self.pads if before <= pad < self.length}):
             rows = tuple(row for row, own in enumerate(self.pads) if own == pad)
@@ -383,24 +436,72 @@ class PaddedCacheLayer(VariantCacheLayer):
     @classmethod
     def restored(cls, owner: Summariser, saved: Mapping[str, torch.Tensor], name: str) -> PaddedCacheLayer:
         """The layer that `save` was called on. ConfigError as for a `SummaryCacheLayer`."""
-        if "columns" not in saved:
-            raise ConfigError(f"restore: {name} must hold pads and columns, got {', '.join(sorted(saved))}")
+        if not {"pads", "columns"} <= set(saved) or saved["pads"].dim() != 1:
+            raise ConfigError(f"restore: {name} must hold pads by row and columns, got {', '.join(sorted(saved))}")
         layer = cls(owner)
-        layer.pads, layer.length = tuple(saved["pads"].tolist()), int(saved["columns"])
-        for pad in sorted({pad for pad in layer.pads if pad < layer.length}):
+        layer.pads = tuple(_count(pad, f"{name}.pads") for pad in saved["pads"])
+        layer.length = _count(saved["columns"], f"{name}.columns")
+        began = sorted({pad for pad in layer.pads if pad < layer.length})
+        unknown = {key for key in set(saved) - {"pads", "columns"} if key.partition(".")[0] not in {f"pad{pad}" for pad in began}}
+        if unknown:
+            raise ConfigError(f"restore: {name} must hold pads, columns and rows that began after {began} pads, got {', '.join(sorted(unknown))}")
+        for pad in began:
             rows = tuple(row for row, own in enumerate(layer.pads) if own == pad)
             inner = SummaryCacheLayer.restored(owner, _under(saved, f"pad{pad}."), f"{name}.pad{pad}")
             if inner.length != layer.length - pad:
                 raise ConfigError(f"restore: {name}.pad{pad} must have seen {layer.length - pad} tokens, got {inner.length}")
+            if len(inner.seen) != len(rows):
+                raise ConfigError(f"restore: {name}.pad{pad} must be of {len(rows)} rows of the batch, as pads says, got {len(inner.seen)}")
             layer.parts += (Part(pad=pad, rows=rows, layer=inner),)
             layer.dtype, layer.device, layer.is_initialized = inner.dtype, inner.device, True
+        layer._check_parts(name)
         return layer
 
+    def _check_parts(self, name: str) -> None:
+        looks = [[f"{held} {_look(tensor[:0])}" for held in ("keys", "values") if (tensor := getattr(part.layer, held)) is not None] for part in self.parts]
+        for part, look in zip(self.parts, looks, strict=True):
+            if look != looks[0]:
+                raise ConfigError(f"restore: {name}.pad{part.pad} must have {', '.join(looks[0])} like pad{self.parts[0].pad}, got {', '.join(look)}")
 
-def _form(owner: Summariser) -> list[int]:
-    """What a saved state must have in common with the layer it is restored to."""
+
+def _windows(owner: Summariser) -> list[int]:
     grid = owner.grid
     return [grid.window, grid.stride, grid.origin, owner.local, *owner.phases]
+
+
+def _form(owner: Summariser) -> torch.Tensor:
+    """What a saved state must have in common with the layer it is restored to, as bytes of JSON: the layer's windows and every field of the variant."""
+    text = json.dumps({"windows": _windows(owner), "variant": to_dict(owner.variant)}, sort_keys=True)
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def _check_form(owner: Summariser, form: torch.Tensor, name: str) -> None:
+    try:
+        found = json.loads(bytes(form.tolist())) if form.dtype == torch.uint8 and form.dim() == 1 else None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("variant"), dict) or "windows" not in found:
+        raise ConfigError(f"restore: {name}.form must tell the windows and the variant as save writes them, got {form.numel()} numbers of {form.dtype}")
+    windows, variant = _windows(owner), to_dict(owner.variant)
+    if found["windows"] != windows:
+        raise ConfigError(f"restore: {name} must have [W, S, o, L, bypassed phases] {windows} like the attached variant, got {found['windows']}")
+    other = [field for field in sorted({*variant, *found["variant"]}) if variant.get(field) != found["variant"].get(field)]
+    if other:
+        wanted, got = (", ".join(f"{field} {fields.get(field)}" for field in other) for fields in (variant, found["variant"]))
+        raise ConfigError(f"restore: {name} must have {wanted} like the attached variant, got {got}")
+
+
+def _count(tensor: torch.Tensor, name: str) -> int:
+    """A number of things that was saved as a tensor."""
+    if tensor.dim() or tensor.dtype != torch.int64 or int(tensor) < 0:
+        raise ConfigError(f"restore: {name} must be one whole number, at least 0, got {tensor.tolist()}")
+    return int(tensor)
+
+
+def _look(entries: torch.Tensor) -> str:
+    """What entries that are read together have in common."""
+    rows, heads, _, dim = entries.shape
+    return f"[{rows}, {heads}, ·, {dim}] of {entries.dtype}"
 
 
 def _under(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
@@ -452,17 +553,21 @@ def restore(owners: Sequence[Summariser], saved: Mapping[str, torch.Tensor]) -> 
     """The cache that `save` was called on, each layer's state on that layer's device.
 
     Args:
-        owners: `Attachment.layers` of the same model under the same variant; the windows are compared, the weights cannot be.
+        owners: `Attachment.layers` of the same model under the same variant; the variants are compared, the weights cannot be.
 
     Raises:
-        ConfigError: the state is of other windows, of another number of layers, or not whole.
+        ConfigError: the state is of another variant, of another number of layers, or not whole.
     """
     indices = {name.split(".", 1)[0] for name in saved}
     if indices != {str(index) for index in range(len(owners))}:
         raise ConfigError(f"restore: the state must be of {len(owners)} layers, got {len(indices)}")
-    cache = empty()
+    layers: list[VariantCacheLayer] = []
     for index, owner in enumerate(owners):
         state = _under(saved, f"{index}.")
         kind = PaddedCacheLayer if "pads" in state else SummaryCacheLayer
-        cache.layers.append(kind.restored(owner, state, f"layer {index}"))
+        layers.append(kind.restored(owner, state, f"layer {index}"))
+        if layers[index].seen != layers[0].seen:
+            raise ConfigError(f"restore: layer {index} must have seen {layers[0].seen} tokens in its rows like layer 0, got {layers[index].seen}")
+    cache = empty()
+    cache.layers.extend(layers)
     return cache

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +29,17 @@ class Layout:
     positions_BT: torch.Tensor | None = None
 
 
+SMALL_MASK = 2**18  # entries up to which a mask is kept for later forwards
+MASKS = 16  # small masks that are kept
+
+
 class Call:
-    """The layout of the forward under way. Every layer of it gets the same mask and position_ids, so it is read off them once."""
+    """What the layers of the forward under way share: its layout, read once off the mask and position_ids that each of them gets, and visibility masks."""
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] = ()
         self._layout = Layout()
+        self._masks: dict[Any, torch.Tensor] = {}
 
     def layout(self, mask: torch.Tensor | None, position_ids: torch.Tensor | None, past: int, shape: tuple[int, int], known: tuple[int, ...] | None) -> Layout:
         """Layout of a call of `shape` (rows, columns) after `past` columns; `known` are the pads of a cache that holds some.
@@ -48,9 +54,22 @@ class Call:
             self._key, self._layout = key, Layout(pads=pads, right=_right_padded(mask), positions_BT=positions_BT)
         return self._layout
 
+    def mask(self, signature: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The mask of a signature, made once for all layers; small ones serve later forwards too."""
+        if signature not in self._masks:
+            if len(self._masks) >= MASKS:
+                self._masks.clear()
+            self._masks[signature] = make()
+        return self._masks[signature]
+
     def forget(self) -> None:
         """The next layer is the first of a forward, or of its recomputation."""
         self._key = ()
+        self._masks = {signature: mask for signature, mask in self._masks.items() if mask.numel() <= SMALL_MASK}
+
+    def clear(self) -> None:
+        """Hold nothing any more."""
+        self._key, self._masks = (), {}
 
 
 def _left_pads(mask: torch.Tensor | None, past: int, shape: tuple[int, int], known: tuple[int, ...] | None) -> tuple[int, ...] | None:

@@ -95,6 +95,8 @@ class Compressor(nn.Module):
         window0: int,
         count: int,
         normalise: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        key_bias: torch.Tensor | None = None,
+        value_bias: torch.Tensor | None = None,
     ) -> Pooled:
         """Pool windows ``window0 .. window0 + count - 1``: side by side, and one alone, they are views of the rows; else, and on devices with kernels, by role.
 
@@ -103,13 +105,15 @@ class Compressor(nn.Module):
             key_BTF, value_BTF: the layer's projections of them before key norm and RoPE, F = G*D.
             row0: position of the first row; every token of the windows from position 0 on must be among the rows.
             normalise: applied to the tokens' keys [..., G, D] before they are pooled.
+            key_bias, value_bias: those of the layer's projections [F], which maps of each offset's own have in common with them.
         """
+        biases = {"key_maps": key_bias, "value_maps": value_bias}
         grid = self.grid
         first = grid.origin + window0 * grid.stride
         operated = ops.operated(hidden_BTC.device)
         if (count > 1 and grid.window > grid.stride) or (count and operated):
             cut = {"window": grid.window, "stride": grid.stride, "start": first - row0, "count": count}
-            return self._pooled_by_role(hidden_BTC, key_BTF, value_BTF, cut, normalise, _operator if operated else by_role.pool)
+            return self._pooled_by_role(hidden_BTC, key_BTF, value_BTF, cut, normalise, biases, _operator if operated else by_role.pool)
         cut = {"window": grid.window, "start": first - row0, "count": count}
         hidden_BNWC = views.windows(hidden_BTC, **cut)
         key_gates, value_gates = self._gates(hidden_BNWC, views.exists(window=grid.window, first=first, count=count, device=hidden_BTC.device))
@@ -118,7 +122,7 @@ class Compressor(nn.Module):
             if self.shares_projection:
                 u_BNWF = views.windows(projected_BTF, **cut)
             else:
-                u_BNWF = torch.einsum("bnwc,wcf->bnwf", hidden_BNWC, getattr(self, maps).to(hidden_BNWC.dtype))
+                u_BNWF = _with(biases[maps], torch.einsum("bnwc,wcf->bnwf", hidden_BNWC, getattr(self, maps).to(hidden_BNWC.dtype)))
             return views.weighted_sum(gates_BNWGE, normalised(u_BNWF.unflatten(-1, (self.kv_heads, self.head_dim))))
 
         key = pooled(key_gates, key_BTF, "key_maps", normalise or _as_it_is)
@@ -144,6 +148,7 @@ class Compressor(nn.Module):
         value_BTF: torch.Tensor,
         cut: dict[str, int],
         normalise: Callable[[torch.Tensor], torch.Tensor] | None,
+        biases: dict[str, torch.Tensor | None],
         pool: Callable[..., torch.Tensor],
     ) -> Pooled:
         """No window is cut, and gates are made as windows hold them only where asked for."""
@@ -160,7 +165,7 @@ class Compressor(nn.Module):
             if self.shares_projection:
                 u_BTUF = projected_BTF[:, rows, None]
             else:
-                u_BTUF = by_role.rows_by_role(hidden_BTC, getattr(self, maps).to(hidden_BTC.dtype), None, **cut)
+                u_BTUF = _with(biases[maps], by_role.rows_by_role(hidden_BTC, getattr(self, maps).to(hidden_BTC.dtype), None, **cut))
             return u_BTUF.unflatten(-1, (self.kv_heads, self.head_dim))
 
         def gates() -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,6 +181,10 @@ class Compressor(nn.Module):
 
 def _operator(*parts: torch.Tensor | None, **grid: int) -> torch.Tensor:
     return ops.pool(*parts, **grid)[0]  # type: ignore[arg-type]
+
+
+def _with(bias_F: torch.Tensor | None, u_BTUF: torch.Tensor) -> torch.Tensor:
+    return u_BTUF if bias_F is None else u_BTUF + bias_F.to(u_BTUF.dtype)
 
 
 def _as_it_is(u_BTUGD: torch.Tensor) -> torch.Tensor:

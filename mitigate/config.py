@@ -14,6 +14,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+HIGHEST_SEED = 2**63 - 1
 
 
 class ConfigError(ValueError):
@@ -28,6 +29,12 @@ def require(holds: bool, field: str, bound: str, got: object) -> None:
     """ConfigError unless it holds: the field, what it must be and what it is."""
     if not holds:
         raise ConfigError(f"{field} must be {bound}, got {got!r}" if isinstance(got, str) else f"{field} must be {bound}, got {got}")
+
+
+def check_seed(field: str, seed: int) -> None:
+    """ConfigError unless torch's generator takes the seed."""
+    require(seed >= 0, field, "at least 0", seed)
+    require(seed <= HIGHEST_SEED, field, f"at most {HIGHEST_SEED} (2**63 - 1)", seed)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -212,7 +219,7 @@ class BaseConfig:
         require(self.head_dim % 2 == 0, "BaseConfig.head_dim", "even", self.head_dim)
         for name in ("rope_theta", "learning_rate"):
             require(getattr(self, name) > 0, f"BaseConfig.{name}", "above 0", getattr(self, name))
-        require(self.seed >= 0, "BaseConfig.seed", "at least 0", self.seed)
+        check_seed("BaseConfig.seed", self.seed)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -327,7 +334,7 @@ class TrialConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require(self.seed >= 0, "TrialConfig.seed", "at least 0", self.seed)
+        check_seed("TrialConfig.seed", self.seed)
         check_period(self.variant, self.score)
         check_filler("TaskConfig", self.task.filler, self.task.filler_in_sequence, self.score)
         require(self.task.queries <= self.task.records, "TaskConfig.queries", f"at most records ({self.task.records})", self.task.queries)
@@ -360,7 +367,7 @@ class EvaluationConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require(self.seed >= 0, "EvaluationConfig.seed", "at least 0", self.seed)
+        check_seed("EvaluationConfig.seed", self.seed)
         check_period(self.variant, self.score)
         check_filler("WordsConfig", self.words.filler, self.words.filler_in_sequence, self.score)
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from mitigate.config import STRICT, CostConfig, ScoreConfig, VariantConfig, WordsConfig, check_filler, check_period, require
+from mitigate.config import STRICT, CostConfig, ScoreConfig, VariantConfig, WordsConfig, check_filler, check_period, check_seed, require
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -131,7 +131,7 @@ class FineTuneConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require(self.seed >= 0, "FineTuneConfig.seed", "at least 0", self.seed)
+        check_seed("FineTuneConfig.seed", self.seed)
         require(self.new_tokens >= 1, "FineTuneConfig.new_tokens", "at least 1", self.new_tokens)
         require(bool(self.prompt), "FineTuneConfig.prompt", "at least one character", self.prompt)
         require(self.variant.compress, "FineTuneConfig.variant.compress", "true: there is nothing to train for full attention", self.variant.compress)

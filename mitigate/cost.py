@@ -23,6 +23,7 @@ from mitigate import registry
 from mitigate.cache import empty, fork, held_bytes, tensors_of
 from mitigate.config import CostConfig, VariantConfig
 from mitigate.geometry import Grid
+from mitigate.readout import in_eval_mode
 from mitigate.rows import Cost, Interval
 from mitigate.surgery import Attachment
 
@@ -51,7 +52,7 @@ def shape_of(model: Any) -> Shape:
     config = model.config
     return Shape(
         layers=config.num_hidden_layers,
-        kv_heads=config.num_key_value_heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,  # a model without the one has as many as query heads
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         hidden=config.hidden_size,
         element=torch.empty((), dtype=model.dtype).element_size(),
@@ -95,16 +96,17 @@ def measure(attached: Attachment, config: CostConfig, *, seed: int = 0) -> Cost:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(model.config.vocab_size, (config.batch, config.context + config.steps), generator=generator).to(model.device)
     prompt_BT, rest_BT = tokens[:, : config.context], tokens[:, config.context :]
-    caches, _ = _prefill_both(attached, prompt_BT)
-    counted, expected = held_bytes(caches[0]), bytes_at(variant, shape, config.context) * config.batch
-    if counted != expected:
-        raise RuntimeError(f"measure: the cache holds {counted} bytes, the closed form says {expected}")
-    filling = np.stack([_prefill_both(attached, prompt_BT)[1].sum(axis=1) for _ in range(min(config.repeats, PREFILL_ROUNDS))], axis=1)
-    prefilled, prefilled_full = config.batch * config.context / filling
-    seconds = np.stack([_step_seconds(attached, caches, rest_BT) for _ in range(config.repeats + 1)], axis=1)
-    # The first round warmed up.
-    rate, full_rate = (config.batch * config.steps / _without_hiccups(side[1:]).sum(axis=1) for side in seconds)
-    peak, full_peak = (_peak_bytes(attached, caches[which], rest_BT, which) for which in (0, 1))
+    with in_eval_mode(model):
+        caches, _ = _prefill_both(attached, prompt_BT)
+        counted, expected = held_bytes(caches[0]), bytes_at(variant, shape, config.context) * config.batch
+        if counted != expected:
+            raise RuntimeError(f"measure: the cache holds {counted} bytes, the closed form says {expected}")
+        filling = np.stack([_prefill_both(attached, prompt_BT)[1].sum(axis=1) for _ in range(min(config.repeats, PREFILL_ROUNDS))], axis=1)
+        prefilled, prefilled_full = config.batch * config.context / filling
+        seconds = np.stack([_step_seconds(attached, caches, rest_BT) for _ in range(config.repeats + 1)], axis=1)
+        # The first round warmed up.
+        rate, full_rate = (config.batch * config.steps / _without_hiccups(side[1:]).sum(axis=1) for side in seconds)
+        peak, full_peak = (_peak_bytes(attached, caches[which], rest_BT, which) for which in (0, 1))
     per_token = bytes_per_token(variant, shape)
     return Cost(
         kv_bytes_per_token=per_token,

@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from mitigate import bases, cost, registry, score
 from mitigate.config import ConfigError, EvaluationConfig, content_hash, to_dict
 from mitigate.config_files import replace
 from mitigate.config_finetune import FineTuneConfig
+from mitigate.perplexity import check_tokens
 from mitigate.rows import Row, installed_versions, worst_of
 from mitigate.surgery import Attachment, attach
 from mitigate.tasks import words
@@ -57,7 +58,7 @@ def score_attached(
     """
     started = time.perf_counter()
     found = words.find(base.tokenizer, config.words)
-    _check_vocabulary(base, found, config.model)
+    check_vocabulary(base, found, config.model)
     settings = config.score
     sweeps = [words.sweep(found, config.words, p, period=settings.period, prompts=settings.prompts, seed=settings.seed) for p in settings.protocols]
     _check_length(base, sweeps)
@@ -101,12 +102,10 @@ def default_label(config: EvaluationConfig | FineTuneConfig) -> str:
     return f"{name}, {f'{registry.describe(config.variant)} {state}' if config.variant.compress else 'own attention'}"
 
 
-def _check_vocabulary(base: bases.Pretrained, found: words.Words, name: str) -> None:
+def check_vocabulary(base: bases.Pretrained, found: words.Words, name: str) -> None:
+    """ConfigError unless the model knows every token of the words."""
     parts = (found.keys, found.names, found.between, found.after, found.filler, found.prefix, found.opening)
-    embedding: Any = base.model.get_input_embeddings()
-    highest, known = max(int(part.max(initial=0)) for part in parts), len(embedding.weight)
-    if highest >= known:
-        raise ConfigError(f"--model {name}: its tokenizer makes token {highest}, and the model knows {known}; they do not belong together")
+    check_tokens(base.model, max(int(part.max(initial=0)) for part in parts), f"--model {name}: its tokenizer")
 
 
 def _check_length(base: bases.Pretrained, sweeps: list[Sweep]) -> None:

@@ -29,9 +29,9 @@ from mitigate import score
 from mitigate.bases import Pretrained
 from mitigate.config import ConfigError, VariantConfig, content_hash
 from mitigate.config_finetune import FineTuneConfig, TuneConfig
-from mitigate.evaluate import recorded
+from mitigate.evaluate import check_vocabulary, recorded
 from mitigate.files import write_atomic
-from mitigate.perplexity import check_length
+from mitigate.perplexity import check_length, check_tokens
 from mitigate.readout import logits_at
 from mitigate.surgery import Attachment, attach
 from mitigate.tasks import text, words
@@ -107,17 +107,20 @@ def load_data(base: Pretrained, config: FineTuneConfig) -> Data:
     """The text and the words for a base's tokenizer.
 
     Raises:
-        ConfigError: the text or the words are not to be had, or a sequence is longer than the model's positions.
+        ConfigError: the text or the words are not to be had, hold tokens that the model does not know, or a sequence is longer than the model's positions.
     """
     check_length(base.model, config.train.length, "TuneConfig.length")
     check_length(base.model, config.text.length, "TextConfig.length")
     found = words.find(base.tokenizer, config.words)
+    check_vocabulary(base, found, config.model)
     lengths = [words.training_batch(found, config.words, np.random.default_rng(0), 1, p).tokens.shape[1] for p in config.score.protocols]
     check_length(base.model, max(lengths), "WordsConfig: a prompt")
     window = config.variant.window * config.variant.coarse_factor
     if min(lengths) <= window:
         raise ConfigError(f"WordsConfig: a prompt must have more tokens than a window ({window}), got {min(lengths)}; ask for more records")
-    return Data(text=text.load(base.tokenizer, config.text, length=config.train.length), words=found)
+    loaded = text.load(base.tokenizer, config.text, length=config.train.length)
+    check_tokens(base.model, max(int(part.max(initial=0)) for part in (loaded.train, loaded.held_out, loaded.prefix)), f"--model {config.model}: its tokenizer")
+    return Data(text=loaded, words=found)
 
 
 def draw(data: Data, config: FineTuneConfig, rng: np.random.Generator, update: int) -> Batch:

@@ -5,6 +5,8 @@ Shapes: T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +14,12 @@ import jinja2
 import torch
 
 from mitigate.cache import empty, held_bytes
-from mitigate.config import ConfigError, VariantConfig
+from mitigate.config import ConfigError, VariantConfig, WorkFailed, check_seed, require
 from mitigate.cost import bytes_at, shape_of
-from mitigate.perplexity import check_length
+from mitigate.perplexity import check_length, check_tokens
+from mitigate.readout import in_eval_mode, not_finite
+
+COLDEST, HOTTEST = 1e-6, 1e6  # temperatures: beyond them logits become infinities or all the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,13 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool = False) -> list[int]:
     return list(found)
 
 
+def check_options(*, max_new_tokens: int, temperature: float, seed: int) -> None:
+    """ConfigError unless `generate` can work with these."""
+    require(max_new_tokens >= 1, "--max-new-tokens", "at least 1", max_new_tokens)
+    require(temperature == 0 or COLDEST <= temperature <= HOTTEST, "--temperature", f"0, or between {COLDEST:g} and {HOTTEST:g}", temperature)
+    check_seed("--seed", seed)
+
+
 @torch.inference_mode()
 def generate(model: Any, tokenizer: Any, prompt: str, *, max_new_tokens: int, chat: bool = False, temperature: float = 0.0, seed: int = 0) -> Generated:
     """Continue a prompt, greedily or by sampling.
@@ -65,17 +77,22 @@ def generate(model: Any, tokenizer: Any, prompt: str, *, max_new_tokens: int, ch
         temperature: 0 takes the likeliest token each time; above, tokens are drawn with `seed` from the whole distribution.
 
     Raises:
-        ConfigError: prompt and continuation are longer than the model's positions, or `encode` refuses the prompt.
+        ConfigError: an option is out of bounds, prompt and continuation are longer than the model's positions, `encode` refuses the prompt, or the model
+            does not know one of its tokens.
+        WorkFailed: a weight of the model or its logits are not finite.
     """
-    model.eval()
-    ids = torch.tensor([encode(tokenizer, prompt, chat=chat)], device=model.device)
+    check_options(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    encoded = encode(tokenizer, prompt, chat=chat)
+    check_tokens(model, max(encoded), "generate: the tokenizer")
+    _check_weights(model)
+    ids = torch.tensor([encoded], device=model.device)
     check_length(model, ids.shape[1] + max_new_tokens, "generate: prompt and continuation together")
     eos = tokenizer.eos_token_id
     options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature:
         options = {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0}
     cache = empty()
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+    with in_eval_mode(model), _finite_logits(model), torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         found = model.generate(
             ids,
@@ -96,6 +113,28 @@ def generate(model: Any, tokenizer: Any, prompt: str, *, max_new_tokens: int, ch
         kv_bytes=held_bytes(cache),
         kv_bytes_full=bytes_at(VariantConfig(compress=False), shape_of(model), held),
     )
+
+
+def _check_weights(model: Any) -> None:
+    """WorkFailed if a weight is not finite: after a short prompt such logits may be finite all the same, since an attention kernel can drop NaN."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16) and not bool(parameter.isfinite().all()):
+            raise WorkFailed(f"generate: {name} holds NaN or infinities; nothing that the model says means anything")
+
+
+@contextmanager
+def _finite_logits(model: Any) -> Iterator[None]:
+    """WorkFailed as soon as a next token's logits are no distribution."""
+
+    def check(_: Any, args: Any, output: Any) -> None:
+        if not bool(output.logits[:, -1].float().logsumexp(-1).isfinite().all()):
+            raise not_finite("generate", model)
+
+    handle = model.register_forward_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def bytes_line(found: Generated) -> str:

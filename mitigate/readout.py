@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mitigate.attached_layer import spread
+from mitigate.config import ConfigError, WorkFailed
 from mitigate.surgery import Attachment
 
 
@@ -20,13 +21,44 @@ def logits_at(attached: Attachment, tokens_BT: torch.Tensor, positions_A: torch.
     """Logits of the tokens after `positions_A`: [B, A, vocabulary], equal to those of the whole model at these positions.
 
     Keys, values and summaries are those of all tokens; only the last layer's queries, output projection and MLP are cut down.
+
+    Raises:
+        ConfigError: `positions_A` are not one or more integers within the sequence.
     """
+    _check_positions(positions_A, tokens_BT.shape[-1])
     model = attached.model
     decoder: Any = getattr(model, model.base_model_prefix)
     with _last_layer_at(decoder.layers[-1], positions_A), attached.queries_at(positions_A):
         # The model's own forward, since some scale or cap what the head gives.
         logits: torch.Tensor = model(input_ids=tokens_BT, use_cache=False, logits_to_keep=positions_A).logits
     return logits
+
+
+def not_finite(what: str, model: Any) -> WorkFailed:
+    """The error of a model whose logits are not numbers; `what` is the work that it ends."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return WorkFailed(f"{what}: the model's logits are not finite ({dtype}); look for NaN and infinities in its weights, or try a wider dtype")
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """The model without dropout and the like for a while; every module is in its own mode again afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _check_positions(positions_A: torch.Tensor, length: int) -> None:
+    if positions_A.dim() != 1 or not len(positions_A) or positions_A.dtype != torch.int64:
+        got = f"{positions_A.dtype} of shape {list(positions_A.shape)}".removeprefix("torch.")
+        raise ConfigError(f"logits_at: positions_A must be one or more positions, int64 of one dimension, got {got}")
+    low, high = (int(end) for end in positions_A.aminmax())
+    if low < 0 or high >= length:
+        raise ConfigError(f"logits_at: positions_A must be between 0 and {length - 1}, the last of the {length} tokens, got {low if low < 0 else high}")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 
 from mitigate import spectrum, stats
 from mitigate.config import ScoreConfig, TaskConfig
-from mitigate.readout import logits_at
+from mitigate.readout import in_eval_mode, logits_at, not_finite
 from mitigate.rows import Interval, Period, ProtocolScore, Transition
 from mitigate.surgery import Attachment
 from mitigate.tasks import transition
@@ -47,8 +47,10 @@ def run_sweep(attached: Attachment, sweep: Sweep, *, batch: int, log: Callable[[
     Args:
         batch: placements per forward pass.
         log: called with a progress line a few times.
+
+    Raises:
+        WorkFailed: the model's logits are not finite.
     """
-    attached.model.eval()
     design = sweep.design
     shape = (design.prompts, design.queries, design.period)
     correct, nll = np.empty(shape, dtype=bool), np.empty(shape, dtype=np.float32)
@@ -60,7 +62,8 @@ def run_sweep(attached: Attachment, sweep: Sweep, *, batch: int, log: Callable[[
         coherence += lockstep(placement.before, placement.asked, design.period)
         queue.append((number, prompts))
         if len(queue) * design.period >= batch or number + 1 == design.prompts:
-            _answer(attached, queue, batch, correct, nll)
+            with in_eval_mode(attached.model):
+                _answer(attached, queue, batch, correct, nll)
             queue.clear()
             if 6 * (number + 1) // design.prompts > 6 * logged // design.prompts:
                 logged = number + 1
@@ -96,7 +99,10 @@ def _right_and_nll(attached: Attachment, tokens_BT: torch.Tensor, answer_BQA: to
     answer_BQA = answer_BQA.to(device)
     logits_BQAV = logits_at(attached, tokens_BT.to(device), from_QA.ravel().to(device)).unflatten(1, from_QA.shape)
     right_BQ = (logits_BQAV.argmax(-1) == answer_BQA).all(-1)
-    return right_BQ, -logits_BQAV.float().log_softmax(-1).gather(-1, answer_BQA[..., None])[..., 0].sum(-1)
+    nll_BQ = -logits_BQAV.float().log_softmax(-1).gather(-1, answer_BQA[..., None])[..., 0].sum(-1)
+    if not bool(nll_BQ.isfinite().all()):
+        raise not_finite("score", attached.model)
+    return right_BQ, nll_BQ
 
 
 def summarise(outcomes: Outcomes, sweep: Sweep, config: ScoreConfig) -> ProtocolScore:
@@ -129,12 +135,11 @@ def summarise(outcomes: Outcomes, sweep: Sweep, config: ScoreConfig) -> Protocol
 @torch.inference_mode()
 def run_transition(attached: Attachment, task: TaskConfig, *, period: int, distances: range, prompts: int, seed: int) -> Transition:
     """Move the queried record away from the query; see `mitigate.tasks.transition`."""
-    attached.model.eval()
     accuracy_DR, gold_DR = np.empty((2, len(distances), period))
     for cell in transition.cells(task, period=period, distances=distances, prompts=prompts, seed=seed):
-        right, nll = _right_and_nll(
-            attached, torch.from_numpy(cell.prompts.tokens), torch.from_numpy(cell.prompts.gold), torch.from_numpy(cell.prompts.answer_from)
-        )
+        asked = (torch.from_numpy(part) for part in (cell.prompts.tokens, cell.prompts.gold, cell.prompts.answer_from))
+        with in_eval_mode(attached.model):
+            right, nll = _right_and_nll(attached, *asked)
         row = cell.distance - distances.start
         accuracy_DR[row, cell.residue], gold_DR[row, cell.residue] = right.float().mean(), (-nll).exp().mean()
     return Transition(distances=list(distances), period=period, prompts=prompts, seed=seed, accuracy=accuracy_DR.tolist(), gold_probability=gold_DR.tolist())

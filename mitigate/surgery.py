@@ -20,7 +20,7 @@ from mitigate.attachable import MARK, UnsupportedModel, attention_implementation
 from mitigate.attached_layer import NAME, AttachedLayer
 from mitigate.call import Call
 from mitigate.compressor import Compressor, phase_profile
-from mitigate.config import VariantConfig
+from mitigate.config import ConfigError, VariantConfig
 from mitigate.kernels import ops
 
 COMPRESSORS = "mitigate_compressors"  # submodule of a model whose variant was made permanent
@@ -32,6 +32,13 @@ def _attention(
     layer: AttachedLayer | None = module.__dict__.get(MARK)
     if layer is None:
         raise UnsupportedModel(f"attach: {type(module).__name__} uses attention {NAME!r} without a variant attached")
+    for name, what in (("softcap", "caps its logits"), ("s_aux", "has attention sinks")):
+        if kwargs.get(name) is not None:
+            raise UnsupportedModel(f"attach: {type(module).__name__} {what} ({name}), which a variant's attention does not")
+    if kwargs.get("dropout"):
+        raise UnsupportedModel(f"attach: attention dropout is {kwargs['dropout']}, which a variant's attention has not; set attention_dropout to 0")
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() != 2:
+        raise UnsupportedModel(f"attach: {type(module).__name__} makes a mask of its own, which a variant's attention does not take")
     return layer.attention(query, key, value, scaling), None
 
 
@@ -55,6 +62,7 @@ class Attachment:
         self._implementation: str | None = None
         self._call = Call()
         self._save: Callable[..., None] | None = None
+        self._returns = False  # at the end of `removed`
         if variant.compress:
             self._attach()
         else:
@@ -83,21 +91,24 @@ class Attachment:
         self._implementation = attention_implementation(self.model)
         self.model.set_attn_implementation(NAME)
         for layer in self.layers:
+            layer.hooked = layer.module.k_proj
             layer.module.__dict__[MARK] = layer
             self._handles.append(layer.module.register_forward_pre_hook(layer.before, with_kwargs=True))
             self._handles.append(layer.module.k_proj.register_forward_hook(layer.after_key))
 
     def detach(self) -> None:
-        """Take everything off again; the model is what it was, trained weights aside. Calling it twice is harmless."""
+        """Take everything off again; the model is what it was, trained weights aside. Calling it twice is harmless, whoever is attached by then."""
+        self._returns = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         for layer in self.layers:
-            layer.module.__dict__.pop(MARK, None)
+            if layer.module.__dict__.get(MARK) is layer:
+                del layer.module.__dict__[MARK]
         if self._implementation is not None:
             self.model.set_attn_implementation(self._implementation)
             self._implementation = None
-        self._call.forget()
+        self._call.clear()
         if self._save is not None:
             self._save = None
             del self.model._modules[COMPRESSORS], self.model.__dict__["save_pretrained"]
@@ -116,15 +127,23 @@ class Attachment:
 
     @contextmanager
     def removed(self) -> Iterator[None]:
-        """The unmodified model for a while; the same compressors are on again afterwards."""
-        save = self._save
+        """The unmodified model for a while; the same compressors are on again afterwards, if they were on and were not detached meanwhile.
+
+        Raises:
+            UnsupportedModel: another variant was attached meanwhile, and still is.
+        """
+        save, attached = self._save, bool(self._handles)
         self.detach()
+        self._returns = attached
         try:
             yield
         finally:
-            self._hook()
-            if save is not None:
-                self.make_permanent(save)
+            if self._returns:
+                if any(MARK in layer.module.__dict__ for layer in self.layers):
+                    raise UnsupportedModel("attach: another variant was attached while this one was removed; detach it first")
+                self._hook()
+                if save is not None:
+                    self.make_permanent(save)
 
     @contextmanager
     def queries_at(self, positions: torch.Tensor) -> Iterator[None]:
@@ -168,4 +187,8 @@ def attach(model: PreTrainedModel, variant: VariantConfig) -> Attachment:
         ConfigError: the variant names an unknown strategy.
         UnsupportedModel: the model's attention cannot carry it.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModel(f"attach: model must be a transformers PreTrainedModel, got {type(model).__name__}; attach to the model inside a wrapper")
+    if not isinstance(variant, VariantConfig):
+        raise ConfigError(f"attach: variant must be a VariantConfig, got {type(variant).__name__}; config_files.load_variant reads a preset by name")
     return Attachment(model, variant)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -68,8 +69,10 @@ def attention_by_hand(module: Any, compressor: Compressor, variant: VariantConfi
         start = grid.origin + j * grid.stride
         present = [(i, start + i) for i in range(grid.window) if start + i >= 0]
         if variant.payload == "per_offset":
-            u_key = torch.stack([(h[t] @ compressor.key_maps[i]).unflatten(-1, (groups, dim)) for i, t in present])
-            u_value = None if variant.tie == "kv" else torch.stack([(h[t] @ compressor.value_maps[i]).unflatten(-1, (groups, dim)) for i, t in present])
+            b_key, b_value = (0.0 if x.bias is None else x.bias for x in (module.k_proj, module.v_proj))
+            u_key = torch.stack([(h[t] @ compressor.key_maps[i] + b_key).unflatten(-1, (groups, dim)) for i, t in present])
+            if variant.tie != "kv":
+                u_value = torch.stack([(h[t] @ compressor.value_maps[i] + b_value).unflatten(-1, (groups, dim)) for i, t in present])
         else:
             u_key, u_value = torch.stack([raw_key[t] for _, t in present]), torch.stack([value[t] for _, t in present])
         if variant.key_norm == "tokens":
@@ -123,8 +126,10 @@ def test_attention_follows_the_formulas(qwen3: PreTrainedModel, name: str) -> No
     check_by_hand(qwen3, variant, length_for(variant) if variant.window < 100 else 135)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("name", ["w8s8", "everything", "per-offset-tied", "deepseek-csa"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    list(itertools.product(("llama", "qwen2"), ("w8s8", "everything", "per-offset-tied", "per-offset", "deepseek-csa"))),
+)
 def test_attention_of_other_families_follows_the_formulas(family: str, name: str) -> None:
     check_by_hand(tiny(family), COMPRESSED[name], 29)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import COMPRESSED, FAMILIES, VARIANTS, attached, length_for, tiny, tokens, whole
+from tiny_models import COMPRESSED, FAMILIES, VARIANTS, attached, length_for, pads_before, tiny, tokens, whole
 from transformers import DynamicCache, PreTrainedModel
 
 from mitigate import cost, registry
 from mitigate.attachable import UnsupportedModel
-from mitigate.cache import SummaryCacheLayer, empty, fork, held_bytes
-from mitigate.config import CostConfig, VariantConfig
+from mitigate.cache import PaddedCacheLayer, SummaryCacheLayer, VariantCacheLayer, empty, fork, held_bytes, restore, save
+from mitigate.config import ConfigError, CostConfig, VariantConfig
 from mitigate.geometry import Grid
 
 PRIME = 11  # divides no period here
@@ -267,21 +270,27 @@ def test_a_cache_belongs_to_its_variant(qwen3: PreTrainedModel) -> None:
         feed(qwen3, ids, [10], cache)
 
 
+class Numbering:
+    """A stand-in for the attached layer that numbers its windows, and fails where it is told to: at the call of `summarise_rows` with this number."""
+
+    def __init__(self, grid: Grid, local: int, phases: tuple[int, ...]) -> None:
+        self.grid, self.local, self.phases = grid, local, phases
+        self.calls, self.fails_at = 0, -1
+
+    def summarise_rows(self, hidden: torch.Tensor, *, row0: int, window0: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise MemoryError("no room for summaries")
+        assert hidden[0, :, 0].tolist() == list(range(row0, row0 + hidden.shape[1])), "rows come without gaps"
+        for j in range(window0, window0 + count):
+            assert row0 <= max(self.grid.end(j) - self.grid.window + 1, 0)
+            assert self.grid.end(j) < row0 + hidden.shape[1]
+        made = torch.arange(window0, window0 + count, dtype=torch.float64).reshape(1, 1, count, 1).expand(len(hidden), 1, count, 1)
+        return made, -made
+
+
 def test_a_layer_alone_at_long_lengths() -> None:
-    """The cache layer with a stand-in for the model that numbers its windows: what is held, by position."""
-
-    class Owner:
-        def __init__(self, grid: Grid, local: int, phases: tuple[int, ...]) -> None:
-            self.grid, self.local, self.phases = grid, local, phases
-
-        def summarise_rows(self, hidden: torch.Tensor, *, row0: int, window0: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-            assert hidden[0, :, 0].tolist() == list(range(row0, row0 + hidden.shape[1])), "rows come without gaps"
-            for j in range(window0, window0 + count):
-                assert row0 <= max(self.grid.end(j) - self.grid.window + 1, 0)
-                assert self.grid.end(j) < row0 + hidden.shape[1]
-            made = torch.arange(window0, window0 + count, dtype=torch.float64).reshape(1, 1, count, 1)
-            return made, -made
-
+    """What a cache layer holds, by position."""
     for window, stride, origin, local, phases in (
         (8, 4, -4, 3, (0,)),
         (12, 8, -11, 1, (3, 7)),
@@ -290,7 +299,7 @@ def test_a_layer_alone_at_long_lengths() -> None:
         (3, 1, 0, 1, (0,)),
     ):
         grid = Grid(window=window, stride=stride, origin=origin)
-        layer = SummaryCacheLayer(Owner(grid, local, phases))
+        layer = SummaryCacheLayer(Numbering(grid, local, phases))
         rng, length = np.random.default_rng(window), 0
         while length < 5 * window + 60:
             size = int(rng.integers(1, 2 * stride + 3))
@@ -309,6 +318,187 @@ def test_a_layer_alone_at_long_lengths() -> None:
             assert layer.open_rows.flatten().tolist() == list(range(grid.open_lo(length), length))
         with pytest.raises(RuntimeError, match="variant is not attached"):
             layer.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+
+
+# calls that fail -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["w8s8", "deepseek-csa", "everything", "w8s8-bypass-both", "per-offset-tied"])
+@pytest.mark.parametrize("seen", [1, 7, 17, 24])
+@pytest.mark.parametrize("pads", [None, [0, 5, 2]])
+def test_a_call_with_other_rows_is_refused_and_leaves_the_cache_as_it_was(qwen3: PreTrainedModel, name: str, seen: int, pads: list[int] | None) -> None:
+    ids = tokens(qwen3, 40, batch=3)
+    mask = None if pads is None else pads_before(40, pads)
+    with attached(qwen3, VARIANTS[name]), torch.no_grad():
+        wanted, cache = [whole(qwen3, ids[row : row + 1, pad:])[0] for row, pad in enumerate(pads or [0] * 3)], empty()
+        qwen3(input_ids=ids[:, :seen], cache=cache, use_cache=True, attention_mask=None if mask is None else mask[:, :seen])
+        for rows in (1, 2, 4):
+            kept = [tensor.clone() for layer in cache.layers for tensor in layer.tensors()]
+            with pytest.raises(UnsupportedModel, match=rf"^attach: the cache holds 3 rows, the call has {rows}; start other rows with an empty cache$"):
+                qwen3(input_ids=tokens(qwen3, 13, batch=rows), cache=cache, use_cache=True)
+            assert cache.get_seq_length() == seen
+            assert all(torch.equal(a, b) for a, b in zip(kept, (t for layer in cache.layers for t in layer.tensors()), strict=True))
+        found = qwen3(input_ids=ids[:, seen:], cache=cache, use_cache=True, attention_mask=mask).logits
+        for row, pad in enumerate(pads or [0] * 3):
+            first = max(pad - seen, 0)
+            torch.testing.assert_close(found[row, first:], wanted[row][seen + first - pad :], atol=1e-10, rtol=0)
+
+
+def taken_in(layer: VariantCacheLayer, start: int, stop: int, pads: list[int], spoil: Callable[..., tuple[torch.Tensor, ...]] = lambda *x: x) -> list[Any]:
+    """What the queries of columns start .. stop - 1 read."""
+    place_BT = torch.arange(start, stop, dtype=torch.float64) - torch.tensor(pads)[:, None]
+    hidden, keys, values = spoil(place_BT[..., None], place_BT[:, None, :, None], -place_BT[:, None, :, None])
+    padded = isinstance(layer, PaddedCacheLayer)
+    layer.expect(hidden, pads if padded else None)
+    given = layer.update(keys, values)
+    return [(e.rows.tolist(), e.skip, e.keys.tolist(), e.values.tolist(), e.length) for e in layer.take_entries()] if padded else [x.tolist() for x in given]
+
+
+SPOILT: dict[str, tuple[type[Exception], Callable[..., tuple[torch.Tensor, ...]]]] = {
+    "rows of all": (UnsupportedModel, lambda h, k, v: (h[1:], k[1:], v[1:])),
+    "rows of keys": (RuntimeError, lambda h, k, v: (h, k[1:], v)),
+    "rows of hidden states": (UnsupportedModel, lambda h, k, v: (h[1:], k, v)),
+    "rows of values": (RuntimeError, lambda h, k, v: (h, k, v[1:])),
+    "tokens of hidden states": (RuntimeError, lambda h, k, v: (h[:, 1:], k, v)),
+    "tokens of keys": (RuntimeError, lambda h, k, v: (h, k[:, :, 1:], v)),
+    "kv heads": (RuntimeError, lambda h, k, v: (h, k, v.repeat(1, 2, 1, 1))),
+    "width of rows": (RuntimeError, lambda h, k, v: (h.repeat(1, 1, 2), k, v)),
+    "head dim": (RuntimeError, lambda h, k, v: (h, k.repeat(1, 1, 1, 2), v)),
+}
+
+
+@pytest.mark.parametrize("pads", [[0, 0, 0], [0, 1, 6], [9, 2, 10, 9]])
+@pytest.mark.parametrize(("window", "stride", "origin", "local", "phases"), [(8, 4, -4, 3, (0,)), (12, 8, -11, 1, (3, 7)), (5, 5, 0, 9, ())])
+def test_an_exception_leaves_the_layer_as_it_was(window: int, stride: int, origin: int, local: int, phases: tuple[int, ...], pads: list[int]) -> None:
+    """Calls spoilt in every way, and summaries that fail in each part in turn, at every length; the right call gives what it gives undisturbed."""
+    grid, kind = Grid(window=window, stride=stride, origin=origin), PaddedCacheLayer if any(pads) else SummaryCacheLayer
+    owner, calm = Numbering(grid, local, phases), Numbering(grid, local, phases)
+    layer, undisturbed = kind(owner), kind(calm)
+    most = 0
+    for start in range(0, 3 * window + stride, 3):
+        held = {name: value for name, value in vars(layer).items() if name != "_expected"}
+        for error, spoil in SPOILT.values() if start else ():
+            with pytest.raises(error):
+                taken_in(layer, start, start + 3, pads, spoil)
+        calm.calls = 0
+        wanted = taken_in(undisturbed, start, start + 3, pads)
+        most = max(most, calm.calls)
+        for failing in range(1, calm.calls + 1):
+            owner.calls, owner.fails_at = 0, failing
+            with pytest.raises(MemoryError):
+                taken_in(layer, start, start + 3, pads)
+        owner.fails_at = -1
+        assert all(getattr(layer, name) is value for name, value in held.items())
+        assert taken_in(layer, start, start + 3, pads) == wanted
+        assert layer.get_seq_length() == start + 3
+        assert all(torch.equal(a, b) for a, b in zip(layer.tensors(), undisturbed.tensors(), strict=True))
+    assert most >= (2 if any(pads) else 1), "a later part fails after an earlier one had its summaries"
+
+
+# saved states ----------------------------------------------------------------------------------------------------------------------------------
+
+HERE = VariantConfig(window=6, stride=4, origin=-1, local_window=3, bypass="last")
+ELSEWHERE: list[dict[str, Any]] = [  # changes of every field of a variant
+    {"window": 7},
+    {"stride": 3},
+    {"origin": 0},
+    {"local_window": 4},
+    {"bypass": "none"},
+    {"coarse": "even", "coarse_factor": 2},
+    {"stagger": "half"},
+    *({"gate": strategy.name} for strategy in registry.strategies("gate") if strategy.name != HERE.gate),
+    {"tie": "gates"},
+    {"tie": "kv"},
+    {"payload": "per_offset"},
+    {"coverage": "entropy", "coverage_weight": 0.5},
+    {"coverage_threshold": 0.5},
+    {"coverage_scope": "model"},
+    {"key_norm": "tokens"},
+    {"rope_position": "window_start"},
+    {"rope_position": "window_end"},
+    {"gate": "uniform", "tie": "kv"},
+]
+SHAPING = {"window", "stride", "origin", "local_window", "bypass", "coarse", "coarse_factor", "stagger"}  # of windows
+
+
+def saved_state(model: PreTrainedModel, pads: list[int] | None) -> dict[str, torch.Tensor]:
+    """Of two rows after 21 tokens, under the variant that is attached."""
+    cache = empty()
+    with torch.no_grad():
+        model(input_ids=tokens(model, 21), cache=cache, use_cache=True, attention_mask=None if pads is None else pads_before(21, pads))
+    return save(cache)
+
+
+@pytest.mark.parametrize("pads", [None, [0, 3]])
+def test_a_state_of_another_variant_is_refused_by_name(qwen3: PreTrainedModel, pads: list[int] | None) -> None:
+    assert set().union(*ELSEWHERE) == {field.name for field in dataclasses.fields(VariantConfig)} - {"compress"}
+    with attached(qwen3, HERE) as on:
+        state = saved_state(qwen3, pads)
+        assert restore(on.layers, state).get_seq_length() == 21
+    for changes in ELSEWHERE:
+        with attached(qwen3, dataclasses.replace(HERE, **changes)) as other, pytest.raises(ConfigError) as refused:
+            restore(other.layers, state)
+        assert re.fullmatch(r"restore: layer [01](\.pad0)? must have .+ like the attached variant, got .+", str(refused.value)), changes
+        if not changes.keys() & SHAPING:
+            wanted, got = (", ".join(f"{name} {fields[name]}" for name in sorted(changes)) for fields in (changes, vars(HERE)))
+            assert str(refused.value).endswith(f" must have {wanted} like the attached variant, got {got}")
+
+
+def test_a_state_that_does_not_tell_its_variant_is_refused(qwen3: PreTrainedModel) -> None:
+    forms = [torch.tensor([6, 4, -1, 3, 3]), torch.rand(4), torch.tensor(7, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)]
+    texts = [b"x", b"[]", b"{}", b'{"variant": {}}', b'{"variant": 1, "windows": [6, 4, -1, 3, 3]}', b"\xff\xfe"]
+    with attached(qwen3, HERE) as on:
+        state = saved_state(qwen3, None)
+        for form in [*forms, *(torch.tensor(list(text), dtype=torch.uint8) for text in texts)]:
+            with pytest.raises(ConfigError, match=r"^restore: layer 1\.form must tell the windows and the variant as save writes them, got \d+ numbers of "):
+                restore(on.layers, state | {"1.form": form})
+
+
+SKEWED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "fewer rows": lambda x: x[:-1],
+    "more rows": lambda x: torch.cat([x, x]),
+    "fewer kv heads": lambda x: x[:, :1],
+    "another head dim": lambda x: x[..., 1:],
+    "another dtype": lambda x: x.float(),
+    "fewer entries": lambda x: x[:, :, 1:] if x.dim() == 4 else x[:, 1:],
+    "more entries": lambda x: torch.cat([x, x], dim=x.dim() - 2),
+    "a dimension fewer": lambda x: x[0],
+    "two dimensions fewer": lambda x: x[0, 0],
+    "a dimension more": lambda x: x[None],
+}
+
+
+@pytest.mark.parametrize(("pads", "under"), [(None, "0."), (None, "1."), ([0, 3], "0.pad0."), ([0, 3], "1.pad3.")])
+@pytest.mark.parametrize("tie", ["none", "kv"])
+def test_a_state_whose_tensors_disagree_is_refused(qwen3: PreTrainedModel, pads: list[int] | None, under: str, tie: Any) -> None:
+    """Each tensor of a layer skewed in every way, left out, or of another length; and all of a layer, or of equally padded rows, skewed together."""
+    with attached(qwen3, dataclasses.replace(HERE, tie=tie)) as on:
+        state = saved_state(qwen3, pads)
+        tensors = [name for name in state if name.startswith(under) and state[name].dim() >= 3]
+        assert len(tensors) == (7 if tie == "none" else 6)
+        spoilt = {(name, how): {name: skew(state[name])} for name in tensors for how, skew in SKEWED.items()}
+        free = {(f"{under}open_rows", how) for how in ("fewer kv heads", "another head dim", "another dtype")}  # rows have no heads, and a width of their own
+        for how in free - {(f"{under}open_rows", "fewer kv heads")}:
+            restore(on.layers, state | spoilt.pop(how))
+        spoilt |= {(name, "left out"): {name: None} for name in [*tensors, f"{under}form", f"{under}length"]}
+        spoilt["all", "more rows"] = {name: SKEWED["more rows"](state[name]) for name in tensors}
+        spoilt |= {("values", how): {name: SKEWED[how](state[name]) for name in tensors if "values" in name} for how in ("fewer rows", "fewer kv heads")}
+        spoilt |= {("length", str(length)): {f"{under}length": torch.tensor(length)} for length in (0, -1, 20, 22, [21], 21.0)}
+        if tie == "kv":
+            spoilt["values", "twice"] = {f"{under}summary_values": state[f"{under}summary_keys"]}
+        if pads is None:
+            spoilt["length", "of every layer"] = {f"{layer}.length": torch.tensor(0) for layer in (0, 1)}
+        else:
+            layer = under.split(".")[0]
+            spoilt |= {("all", how): {name: SKEWED[how](state[name]) for name in tensors} for how in ("more rows", "another head dim", "another dtype")}
+            spoilt |= {("pads", str(new)): {f"{layer}.pads": torch.tensor(new)} for new in ([0, 0], [3, 3], [0, 4], [0], [0, 3, 3], 0, [0, -3], [0.0, 3.0])}
+            spoilt |= {("columns", str(new)): {f"{layer}.columns": torch.tensor(new)} for new in (0, 20, 22, [21])}
+            spoilt["pads", "left out"], spoilt["columns", "left out"] = {f"{layer}.pads": None}, {f"{layer}.columns": None}
+            spoilt["more", "of other pads"] = {f"{layer}.pad7.keys": state[tensors[0]]}
+        for how, changes in spoilt.items():
+            with pytest.raises(ConfigError) as refused:
+                restore(on.layers, {name: tensor for name, tensor in (state | changes).items() if tensor is not None})
+            assert re.fullmatch(r"restore: layer [01].* must .*, got .*", str(refused.value)), how
 
 
 # generate --------------------------------------------------------------------------------------------------------------------------------------

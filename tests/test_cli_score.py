@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,6 +150,7 @@ def test_a_context_replaces_the_records(workspace: Path, capsys: pytest.CaptureF
         (["score", "--model", "tiny-1kv", "--context", "4096"], "score: --context is for models with a tokenizer; the tiny bases have a task of their own"),
         ([*MODEL, "--out", "tiny-llama"], "tiny-llama is not empty and holds no result; choose another --out"),
         ([*MODEL, "--out", "search.toml"], "search.toml"),
+        ([*MODEL, "--out", "search.toml/x/y"], "search.toml is no folder, and search.toml/x/y would lie in it; choose another --out"),
         (["score", "--bundle", "bundle", "--out", "bundle", "--seed", "9"], "bundle holds the result of another config"),
     ],
 )
@@ -166,6 +168,21 @@ def test_bad_score_arguments_are_one_line_and_change_nothing(workspace: Path, ca
 )
 def test_bad_sweeps_of_a_tiny_base_are_one_line(workspace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert message in refused(["score", "--model", "tiny-1kv", *arguments], capsys, workspace)
+
+
+def test_weights_of_other_shapes_are_one_line(workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Without the loader's own table."""
+    save(tmp_path / "model", known_words([*ANIMALS[:70], *NAMES[:16]]))
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 64}))
+    loader = logging.getLogger("transformers.modeling_utils")
+    loader.addHandler(caplog.handler)
+    try:
+        said = refused(["score", "--model", str(tmp_path / "model")], capsys, workspace)
+    finally:
+        loader.removeHandler(caplog.handler)
+    assert "6 weights have other shapes than its config's, model.layers.0.mlp.down_proj.weight of shape [32, 40]" in said
+    assert "LOAD REPORT" not in caplog.text
 
 
 def test_another_model_of_the_same_name_is_another_result(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

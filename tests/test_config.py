@@ -42,6 +42,7 @@ from mitigate.config_files import (
     read_toml,
     replace,
 )
+from mitigate.config_finetune import FineTuneConfig
 from mitigate.config_search import SearchConfig
 
 CONFIGS = (VariantConfig, TaskConfig, BaseConfig, TrainConfig, ScoreConfig, CostConfig, TrialConfig)
@@ -263,6 +264,10 @@ def test_not_plain_data_is_one_line() -> None:
         (ScoreConfig, {"protocols": []}, "ScoreConfig.protocols must be one or both protocols, each once, got []"),
         (CostConfig, {"context": 0}, "CostConfig.context must be at least 1, got 0"),
         (TrialConfig, {"seed": -1}, "TrialConfig.seed must be at least 0, got -1"),
+        (TrialConfig, {"seed": 2**63}, f"TrialConfig.seed must be at most {2**63 - 1} (2**63 - 1), got {2**63}"),
+        (BaseConfig, {"seed": 2**70}, f"BaseConfig.seed must be at most {2**63 - 1} (2**63 - 1), got {2**70}"),
+        (EvaluationConfig, {"model": "x", "seed": 2**70}, f"EvaluationConfig.seed must be at most {2**63 - 1} (2**63 - 1), got {2**70}"),
+        (FineTuneConfig, {"model": "x", "text": {"path": "x"}, "seed": 2**70}, f"FineTuneConfig.seed must be at most {2**63 - 1} (2**63 - 1), got {2**70}"),
         (TrialConfig, {"score": {"period": 20}}, "ScoreConfig.period must be a multiple of the stride (8), got 20"),
         (TrialConfig, {"task": {"filler": 22}}, f"TaskConfig.filler must be at least {FILLER}, got 22"),
         (TrialConfig, {"task": {"filler_in_sequence": 69}}, f"TaskConfig.filler_in_sequence must be above {FILLER}, got 69"),

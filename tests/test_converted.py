@@ -110,6 +110,63 @@ def test_a_folder_that_is_not_what_it_says_is_refused(tmp_path: Path) -> None:
     save_file(tensors, path)
     with pytest.raises(ConfigError, match="must be of format mitigate-converted-1"):
         load_converted(tmp_path)
+    for metadata in (about | {"dtype": "float31"}, about | {"variant": "{"}, {name: value for name, value in about.items() if name != "variant"}):
+        save_file(tensors, path, metadata=metadata)
+        with pytest.raises(ConfigError, match=r"^load_converted: the metadata of \S+ is damaged: [^\n]+$"):
+            load_converted(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin"])
+def test_a_folder_with_plain_weights_is_refused_and_left_alone(name: str, tmp_path: Path) -> None:
+    model = tiny("llama", wide=False)
+    convert(model, W8S8)
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ConfigError, match=rf"^save_pretrained: \S+ must hold no weights that from_pretrained would load as full attention, got {name}$"):
+        model.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_saving_before_and_after_the_conversion_needs_two_folders(tmp_path: Path) -> None:
+    model = tiny("llama", wide=False)
+    model.save_pretrained(tmp_path)
+    on = convert(model, W8S8)
+    with pytest.raises(ConfigError, match=r"got model\.safetensors$"):
+        model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "converted")
+    model.save_pretrained(tmp_path / "converted")  # over itself
+    assert load_converted(tmp_path / "converted").variant == on.variant
+
+
+def test_a_file_is_no_folder_to_save_to(tmp_path: Path) -> None:
+    model = tiny("llama", wide=False)
+    convert(model, W8S8)
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=r"^save_pretrained: save_directory must be a folder, got [^\n]+$"):
+            model.save_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "config.json"),
+        ("{", "config.json"),
+        ("[]", ""),
+        ('{"model_type": "nobody"}', "nobody"),
+        ('{"model_type": "gpt2"}', "it is of GPT2Config, and converted.safetensors of LlamaForCausalLM"),
+        ('{"model_type": "llama", "hidden_size": "x"}', "hidden_size"),
+    ],
+)
+def test_a_missing_or_broken_config_is_one_line(content: str | None, message: str, tmp_path: Path) -> None:
+    model = tiny("llama", wide=False)
+    convert(model, W8S8)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"^load_converted: \S+config\.json cannot be used: [^\n]+$") as error:
+        load_converted(tmp_path)
+    assert message in str(error.value)
 
 
 def test_full_attention_converts_to_itself() -> None:

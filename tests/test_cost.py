@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import VARIANTS, attached, tiny
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from mitigate import cost
-from mitigate.config import CostConfig
+from mitigate.config import CostConfig, VariantConfig
 from mitigate.rows import Cost
 
 
@@ -76,3 +77,10 @@ def test_rows_from_before_still_load() -> None:
     loaded = Cost.model_validate(old)
     assert loaded.prefill_ratio is None
     assert loaded.decode_peak_bytes is None
+
+
+def test_a_model_that_names_no_kv_heads_has_as_many_as_query_heads() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=30, n_embd=16, n_layer=3, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0))
+    shape = cost.shape_of(model)
+    assert (shape.kv_heads, shape.head_dim) == (4, 4)
+    assert cost.bytes_at(VariantConfig(compress=False), shape, 10) == 2 * 3 * 16 * 4 * 10, "K and V, layers, width, bytes, tokens"

@@ -18,7 +18,7 @@ from tokenizers_for_tests import known_words, shared
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mitigate import bases, config_files, evaluate, score
-from mitigate.config import ConfigError, CostConfig, EvaluationConfig, ScoreConfig, VariantConfig, WordsConfig, content_hash, to_dict
+from mitigate.config import ConfigError, CostConfig, EvaluationConfig, ScoreConfig, VariantConfig, WordsConfig, WorkFailed, content_hash, to_dict
 from mitigate.readout import logits_at
 from mitigate.rows import Row
 from mitigate.surgery import attach
@@ -238,7 +238,7 @@ def edit_config(**changes: Any) -> Callable[[Path], None]:
         (lambda folder: (folder / "config.json").unlink(), "config.json"),
         (edit_config(model_type="nobody"), "nobody"),
         (edit_config(num_attention_heads="x"), "num_attention_heads"),
-        (edit_config(hidden_size=64), "ignore_mismatched_sizes"),
+        (edit_config(intermediate_size=64), "6 weights have other shapes than its config's, model.layers.0.mlp.down_proj.weight of shape [32, 40] where its"),
         (edit_config(num_hidden_layers=3), "9 weights are missing from it, model.layers.2.input_layernorm.weight among them"),
         (edit_config(auto_map={"AutoModelForCausalLM": "code.Model", "AutoConfig": "code.Config"}, model_type="nobody"), "custom code"),
     ],
@@ -281,6 +281,26 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "model", shared("adds-bos"), vocabulary=1000)
     with pytest.raises(ConfigError, match=r"^--model .*: its tokenizer makes token \d+, and the model knows 1000; they do not belong together$"):
         evaluate.evaluate(wanted(tmp_path / "model"))
+
+
+def test_a_model_that_says_no_numbers_ends_the_sweep_at_once(folder: Path) -> None:
+    base = bases.load_pretrained(str(folder))
+    with torch.no_grad():
+        base.model.lm_head.weight[5] = math.nan
+    said: list[str] = []
+    with pytest.raises(WorkFailed, match=r"^score: the model's logits are not finite \(float32\); look for NaN and infinities in its weights, or [^\n]+$"):
+        evaluate.score_variant(base, wanted(folder), log=said.append)
+    assert [line.split(":")[0] for line in said] == ["words"], "not a prompt was counted"
+
+
+def test_a_training_model_is_scored_in_eval_mode_and_goes_on_training(folder: Path, rows: dict[str, Row]) -> None:
+    base = bases.load_pretrained(str(folder))
+    base.model.config.attention_dropout = 0.5
+    for layer in base.model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    base.model.train()
+    assert evaluate.score_variant(base, wanted(folder)).scores == rows["own"].scores
+    assert all(module.training for module in base.model.modules())
 
 
 def test_a_model_that_cannot_carry_a_variant_is_one_line(folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from test_evaluate import save
 from tiny_tuning import VARIANT, VOCABULARY, ready, settings, write_model, write_text
 from tokenizers_for_tests import known_words
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
 from mitigate import bases, cli, cost, finetune
 from mitigate.config import ConfigError, VariantConfig
@@ -208,7 +210,11 @@ def test_the_command_refuses_in_one_line(folder: Path, capsys: pytest.CaptureFix
     assert "this model has" in refused(["generate", *model, *prompt, "--dtype", "bfloat16", "--bundle", str(folder / "compressor")], capsys)
     assert "must have at most the model's 2048 positions" in refused(["generate", *model, *prompt, "--max-new-tokens", "5000"], capsys)
     assert refused(["generate", *model, *prompt, "--max-new-tokens", "0"], capsys) == "--max-new-tokens must be at least 1, got 0"
-    assert refused(["generate", *model, *prompt, "--temperature", "-1"], capsys) == "--temperature must be at least 0, got -1.0"
+    for temperature, got in (("-1", "-1.0"), ("nan", "nan"), ("inf", "inf"), ("1e-320", "1e-320"), ("1e7", "10000000.0")):
+        said = refused(["generate", *model, *prompt, "--temperature", temperature], capsys)
+        assert said == f"--temperature must be 0, or between 1e-06 and 1e+06, got {got}"
+    assert refused(["generate", *model, *prompt, "--seed", "-1"], capsys) == "--seed must be at least 0, got -1"
+    assert refused(["generate", *model, *prompt, "--seed", str(10**22)], capsys) == f"--seed must be at most {2**63 - 1} (2**63 - 1), got {10**22}"
     assert refused(["generate", *model, *prompt, "--threads", "0"], capsys) == "--threads must be at least 1, got 0"
     assert "there is no variant preset 'w8s5'" in refused(["generate", *model, *prompt, "--variant", "w8s5"], capsys)
     assert "is no bundle: it has no MANIFEST.json" in refused(["generate", *model, *prompt, "--bundle", str(tmp_path)], capsys)
@@ -216,6 +222,62 @@ def test_the_command_refuses_in_one_line(folder: Path, capsys: pytest.CaptureFix
     assert "is a compressor for a pretrained base, without golden vectors" in refused(["score", "--bundle", str(folder / "compressor")], capsys)
     (tmp_path / "compressor.json").write_text("{}")
     assert "is the bundle of a trial" in refused(["generate", *model, *prompt, "--bundle", str(tmp_path)], capsys)
+
+
+def test_a_model_with_as_many_kv_heads_as_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = known_words(VOCABULARY)
+    shape = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1)
+    GPT2LMHeadModel(shape).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert said(["--model", str(tmp_path), "--prompt", PROMPT, "--max-new-tokens", "3"], capsys)[-1].endswith("100.0 % of full attention's 6,144")
+
+
+def shrunk(folder: Path, tokens: int) -> Path:
+    """The model in a folder, with embeddings for the first tokens alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(tokens)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = shrunk(write_model(tmp_path / "model"), 8)
+    message = r"the tokenizer makes token \d+, and the model knows 8; they do not belong together"
+    assert re.fullmatch(f"generate: {message}", refused(["generate", "--model", str(model), "--prompt", PROMPT], capsys))
+    write_text(tmp_path / "text.txt")
+    with pytest.raises(ConfigError, match=r"^--model \S+: its tokenizer makes token \d+, and the model knows 8; they do not belong together$"):
+        ready(settings(tmp_path))
+    model = shrunk(write_model(tmp_path / "model"), len(known_words(VOCABULARY)) - 1)
+    (tmp_path / "text.txt").write_text("\f".join([" ".join(VOCABULARY)] * 20))
+    with pytest.raises(ConfigError, match=r"^--model \S+: its tokenizer makes token \d+, and the model knows \d+; they do not belong together$"):
+        ready(settings(tmp_path))
+
+
+def test_a_model_that_says_no_numbers_fails_in_one_line(base: bases.Pretrained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def failed() -> str:
+        base.model.save_pretrained(tmp_path)
+        base.tokenizer.save_pretrained(tmp_path)
+        assert cli.main(["generate", "--model", str(tmp_path), "--prompt", PROMPT]) == 1
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        return next(line for line in printed.err.splitlines() if line.startswith("mitigate: "))
+
+    with torch.no_grad():
+        projection = base.model.model.layers[0].self_attn.q_proj.weight
+        kept, projection[0, 0] = projection[0, 0].clone(), math.nan
+        assert "generate: model.layers.0.self_attn.q_proj.weight holds NaN or infinities" in failed()
+        projection[0, 0] = kept
+        base.model.lm_head.weight.fill_(3e38)  # finite, and its products are not
+        assert "generate: the model's logits are not finite (float32); look for " in failed()
+
+
+def test_a_training_model_says_what_it_says_in_eval_mode_and_goes_on_training(base: bases.Pretrained) -> None:
+    before = generate(base.model, base.tokenizer, PROMPT, max_new_tokens=6)
+    for layer in base.model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    base.model.train()
+    assert generate(base.model, base.tokenizer, PROMPT, max_new_tokens=6) == before
+    assert all(module.training for module in base.model.modules())
 
 
 def test_a_sliding_window_model_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

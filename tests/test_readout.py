@@ -7,8 +7,8 @@ import torch
 from tiny_models import VARIANTS, attached, tiny, tokens, traces, whole
 from transformers import PreTrainedModel
 
-from mitigate.config import VariantConfig
-from mitigate.readout import logits_at
+from mitigate.config import ConfigError, VariantConfig
+from mitigate.readout import in_eval_mode, logits_at
 
 W8S8 = VariantConfig()
 
@@ -63,9 +63,42 @@ def test_readout_cleans_up_after_a_failure(qwen3: PreTrainedModel) -> None:
     with attached(qwen3, W8S8) as on:
         before = traces(qwen3)
         with pytest.raises(IndexError):
-            logits_at(on, tokens(qwen3, 10), torch.tensor([99]))
+            logits_at(on, tokens(qwen3, 10) + 1000, torch.tensor([9]))  # no such tokens
         assert traces(qwen3) == before
         assert all(layer.queries is None for layer in on.layers)
+
+
+@pytest.mark.parametrize("name", ["full", "w8s8"])
+@pytest.mark.parametrize("length", [10, 40])
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (torch.tensor([3, -1]), "must be between 0 and {last}, the last of the {length} tokens, got -1"),
+        (torch.tensor([3, 99]), "must be between 0 and {last}, the last of the {length} tokens, got 99"),
+        (torch.tensor([], dtype=torch.int64), "must be one or more positions, int64 of one dimension, got int64 of shape [0]"),
+        (torch.tensor([True, False]), "must be one or more positions, int64 of one dimension, got bool of shape [2]"),
+        (torch.tensor([1.0]), "must be one or more positions, int64 of one dimension, got float32 of shape [1]"),
+        (torch.tensor([[1, 2]]), "must be one or more positions, int64 of one dimension, got int64 of shape [1, 2]"),
+        (torch.tensor(1), "must be one or more positions, int64 of one dimension, got int64 of shape []"),
+    ],
+)
+def test_positions_that_cannot_be_are_one_error(qwen3: PreTrainedModel, name: str, length: int, positions: torch.Tensor, message: str) -> None:
+    with attached(qwen3, VARIANTS[name]) as on:
+        before = traces(qwen3)
+        with pytest.raises(ConfigError) as error:
+            logits_at(on, tokens(qwen3, length), positions)
+        assert str(error.value) == f"logits_at: positions_A {message.format(last=length - 1, length=length)}"
+        assert traces(qwen3) == before
+
+
+def test_a_model_is_in_eval_mode_for_a_while() -> None:
+    model = tiny(wide=False).train()
+    model.lm_head.eval()
+    modes = [module.training for module in model.modules()]
+    with pytest.raises(KeyError), in_eval_mode(model):
+        assert not any(module.training for module in model.modules())
+        raise KeyError
+    assert [module.training for module in model.modules()] == modes
 
 
 @pytest.mark.parametrize("name", ["full", "everything"])

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import VARIANTS, attached, same_weights, tiny, tokens, traces, weights, whole
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from mitigate.attachable import UnsupportedModel
 from mitigate.attached_layer import NAME
+from mitigate.call import SMALL_MASK
 from mitigate.config import ConfigError, VariantConfig
 from mitigate.surgery import attach
 
@@ -105,6 +106,51 @@ def test_removed_for_a_while(qwen3: PreTrainedModel) -> None:
                 raise ZeroDivisionError
             assert torch.equal(whole(qwen3, ids), compressed)
         assert traces(qwen3) == before
+
+
+def test_removed_brings_back_only_what_was_on(qwen3: PreTrainedModel) -> None:
+    """Detached before or meanwhile, it stays off; another variant that came instead is not touched."""
+    ids = tokens(qwen3, 30)
+    with torch.no_grad():
+        plain, before = whole(qwen3, ids), traces(qwen3)
+        on = attach(qwen3, W8S8)
+        on.detach()
+        with on.removed():
+            pass
+        assert traces(qwen3) == before
+        on = attach(qwen3, W8S8)
+        with on.removed():
+            on.detach()
+        assert traces(qwen3) == before
+        with attached(qwen3, VARIANTS["w8s4"]) as other:
+            wanted = whole(qwen3, ids)
+            on.detach()
+            with on.removed():
+                pass
+            assert torch.equal(whole(qwen3, ids), wanted), "a stale one takes nothing off"
+            del other
+        on = attach(qwen3, W8S8)
+        with pytest.raises(UnsupportedModel, match="another variant was attached while this one was removed"), on.removed():
+            other = attached(qwen3, VARIANTS["w8s4"])
+        assert torch.equal(whole(qwen3, ids), wanted)
+        other.detach()
+        assert traces(qwen3) == before
+        assert torch.equal(whole(qwen3, ids), plain)
+
+
+def test_masks_of_long_chunks_are_shared_and_let_go(qwen3: PreTrainedModel) -> None:
+    ids = tokens(qwen3, 600)
+    with attached(qwen3, W8S8) as on, torch.no_grad():
+        call = on.layers[0].call
+        cache = DynamicCache()
+        qwen3(input_ids=ids[:, :10], cache=cache, use_cache=True)
+        qwen3(input_ids=ids[:, 10:], cache=cache, use_cache=True)
+        held = [mask.numel() for mask in call._masks.values()]
+        assert len(held) == 2, "one for all layers of a call"
+        assert max(held) > SMALL_MASK
+        qwen3(input_ids=ids[:, :1], cache=cache, use_cache=True)
+        assert [mask.numel() for mask in call._masks.values()] == held[:1], "a large one is let go by the next call"
+    assert not call._masks
 
 
 def test_two_models_at_once_do_not_disturb_each_other() -> None:

@@ -17,7 +17,7 @@ from tiny_tuning import VARIANT, VOCABULARY, write_text
 from tokenizers_for_tests import known_words, shared
 
 from mitigate import perplexity
-from mitigate.config import ConfigError
+from mitigate.config import ConfigError, WorkFailed
 from mitigate.config_finetune import TextConfig
 from mitigate.surgery import attach
 from mitigate.tasks import text
@@ -205,3 +205,40 @@ def test_a_window_beyond_the_models_positions_is_refused() -> None:
     model = tiny("llama", wide=False)
     with pytest.raises(ConfigError, match=r"^perplexity: a window must have at most the model's 2048 positions, got 2049 tokens$"):
         perplexity.measure(model, windows(model, 1, 2049))
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "message"),
+    [
+        (np.zeros((2, 5), dtype=np.int64), 0, "perplexity: batch must be at least 1, got 0"),
+        (np.zeros((2, 1), dtype=np.int64), 1, "perplexity: tokens of a window must be at least 2 (the first is given), got 1"),
+        (np.zeros((0, 5), dtype=np.int64), 1, "perplexity: windows must be at least 1, got 0"),
+        (np.zeros(5, dtype=np.int64), 1, "perplexity: tokens_NT must be integers [windows, tokens], got int64 of shape [5]"),
+        (np.zeros((2, 5)), 1, "perplexity: tokens_NT must be integers [windows, tokens], got float64 of shape [2, 5]"),
+        (np.full((2, 5), 30), 1, "perplexity: a token must be between 0 and 29, the last that the model knows, got 30"),
+        (np.full((2, 5), -1), 1, "perplexity: a token must be between 0 and 29, the last that the model knows, got -1"),
+    ],
+)
+def test_windows_that_cannot_be_are_one_error(rows: np.ndarray, batch: int, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        perplexity.measure(tiny("llama", wide=False), rows, batch=batch)
+    assert str(error.value) == message
+
+
+def test_a_training_model_is_measured_in_eval_mode_and_goes_on_training() -> None:
+    model = tiny("llama", wide=False)
+    wanted, narrow = perplexity.measure(model, windows(model)), windows(model).astype(np.int16)
+    model.train()
+    assert perplexity.measure(model, narrow) == wanted
+    assert all(module.training for module in model.modules())
+
+
+def test_a_perplexity_that_is_no_number_is_said_in_one_line() -> None:
+    model = tiny("llama", wide=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e4)
+        with pytest.raises(WorkFailed, match=r"^perplexity: exp of \d+ nats per token is beyond all floats; [^\n]+$"):
+            perplexity.measure(model, windows(model))
+        model.lm_head.weight[3] = math.nan
+        with pytest.raises(WorkFailed, match=r"^perplexity: the model's logits are not finite \(float32\); [^\n]+$"):
+            perplexity.measure(model, windows(model))

@@ -186,7 +186,7 @@ def test_answers_land_in_their_cell(monkeypatch: pytest.MonkeyPatch) -> None:
         return logits
 
     monkeypatch.setattr(score, "logits_at", logits_at)
-    stub: Any = SimpleNamespace(model=SimpleNamespace(eval=lambda: None, device=torch.device("cpu")))
+    stub: Any = SimpleNamespace(model=SimpleNamespace(modules=list, eval=lambda: None, device=torch.device("cpu")))
     found = score.run_transition(stub, TASK, period=period, distances=distances, prompts=prompts, seed=0)
     assert found.distances == list(distances)
     assert (found.period, found.prompts) == (4, 5)

@@ -24,6 +24,7 @@ EXTRAS: dict[str, VariantConfig] = {
     "rope-end": VariantConfig(window=6, stride=4, origin=-5, rope_position="window_end", local_window=3),
     "last-stride": VariantConfig(window=7, stride=3, origin=-6, local_window=2),
     "everything": VariantConfig(window=12, stride=8, origin=-3, stagger="half", gate="vector", tie="gates", bypass="both", local_window=5, key_norm="tokens"),
+    "per-offset": VariantConfig(window=6, stride=3, payload="per_offset", stagger="half"),
     "per-offset-tied": VariantConfig(window=6, stride=3, stagger="step", payload="per_offset", tie="kv", bypass="first", local_window=1),
     "uniform-stagger": VariantConfig(window=5, stride=5, origin=-4, gate="uniform", stagger="spread", bypass="last", local_window=1, tie="kv"),
     "content-overlap": VariantConfig(window=9, stride=2, origin=-8, gate="content", tie="gates", local_window=1),

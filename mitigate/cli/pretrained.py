@@ -60,9 +60,6 @@ def add_generate(commands: Any) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    for name, value, least in (("max-new-tokens", arguments.max_new_tokens, 1), ("temperature", arguments.temperature, 0), ("seed", arguments.seed, 0)):
-        if not value >= least:
-            raise ConfigError(f"--{name} must be at least {least}, got {value}")
     _set_threads(arguments.threads)
     variant = config_files.load_variant(arguments.variant) if arguments.variant else None
 
@@ -72,6 +69,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     from mitigate.export import pretrained
     from mitigate.surgery import attach
 
+    options = {"max_new_tokens": arguments.max_new_tokens, "temperature": arguments.temperature, "seed": arguments.seed}
+    generate.check_options(**options)
     described = None if arguments.bundle is None else pretrained.read(arguments.bundle)
     dtype = arguments.dtype or (described["base"]["dtype"] if described else "float32")
     base = bases.load_pretrained(arguments.model, revision=arguments.revision, dtype=dtype)
@@ -80,7 +79,6 @@ def _generate(arguments: argparse.Namespace) -> int:
         pretrained.put_on(base, arguments.bundle, described)
     elif variant is not None:
         attach(base.model, variant)
-    options = {"max_new_tokens": arguments.max_new_tokens, "temperature": arguments.temperature, "seed": arguments.seed}
     found = generate.generate(base.model, base.tokenizer, arguments.prompt, chat=arguments.chat, **options)
     print(found.text)
     print(generate.bytes_line(found))

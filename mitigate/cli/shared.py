@@ -71,6 +71,8 @@ def show_result(out: Path, identity: str, run: Callable[[], Row], weights: Calla
         print(f"{out} holds this result already")
     elif out.exists() and not {path.name for path in out.iterdir()} <= _TRIAL_FILES:
         raise ConfigError(f"{out} is not empty and holds no result; choose another --out")
+    elif not (there := next(path for path in (out, *out.parents) if path.exists())).is_dir():
+        raise ConfigError(f"{there} is no folder, and {out} would lie in it; choose another --out")
     else:
         row = run()
         for suffix, content in (("png", style.png), ("svg", style.svg)):
