@@ -73,6 +73,8 @@ class Call:
 
 
 def _left_pads(mask: torch.Tensor | None, past: int, shape: tuple[int, int], known: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    if known is not None and past and len(known) != shape[0]:
+        raise UnsupportedModel(f"attach: the cache holds {len(known)} rows, the call has {shape[0]}; start other rows with an empty cache")
     if mask is None:
         return known
     if mask.dim() != 2:

@@ -206,6 +206,7 @@ def test_refusals_change_nothing(workspace: Path, capsys: pytest.CaptureFixture[
     identity = config.content_hash(evaluate.recorded(wanted()))[:8]
     assert refused([*command, "done", "--minutes", "3"], capsys, workspace) == f"done holds the run of another config ({identity}); choose another --out"
     assert refused([*command, "model"], capsys, workspace) == "model is not empty and holds no run of mitigate finetune; choose another --out"
+    assert refused([*command, "run.toml/x/y"], capsys, workspace) == "run.toml is no folder, and run.toml/x/y would lie in it; choose another --out"
     assert refused([*command, "new", "--threads", "0"], capsys, workspace) == "--threads must be at least 1, got 0"
     assert refused([*command, "new", "--minutes", "0"], capsys, workspace) == "TuneConfig.minutes must be above 0, got 0.0"
     assert refused([*command, "new", "--model", "./absent"], capsys, workspace) == "--model ./absent: there is no such folder or GGUF file"

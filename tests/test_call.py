@@ -245,3 +245,18 @@ def test_drafts_are_refused_by_generate_itself(qwen3: PreTrainedModel) -> None:
     ids = tokens(qwen3, 12, batch=1)
     with attached(qwen3, W8S8), pytest.raises(ValueError, match=r"(?i)assisted|crop|cache"):
         qwen3.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=2, pad_token_id=0)
+
+
+def test_other_rows_over_a_padded_cache_are_refused() -> None:
+    """With a mask of their own, with one of the cache's rows, and without one; the cache goes on as if nothing had come."""
+    model = tiny("qwen3")
+    ids, mask = tokens(model, 20, batch=3), pads_before(20, [0, 5, 2])
+    with attached(model, VARIANTS["w8s8"]), torch.no_grad():
+        wanted = whole(model, ids, attention_mask=mask)
+        cache = empty()
+        model(input_ids=ids[:, :12], attention_mask=mask[:, :12], cache=cache, use_cache=True)
+        for other in (torch.ones(2, 20, dtype=torch.int64), mask[:2], mask, None):
+            with pytest.raises(UnsupportedModel, match="the cache holds 3 rows, the call has 2; start other rows with an empty cache"):
+                model(input_ids=ids[:2, 12:], attention_mask=other, cache=cache, use_cache=True)
+        found = model(input_ids=ids[:, 12:], attention_mask=mask, cache=cache, use_cache=True).logits
+    torch.testing.assert_close(found, wanted[:, 12:], atol=1e-10, rtol=0)

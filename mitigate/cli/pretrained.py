@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mitigate import config_files
-from mitigate.cli.shared import add_command
+from mitigate.cli.shared import add_command, check_out
 from mitigate.config import ConfigError
 
 
@@ -23,6 +23,7 @@ def add_finetune(commands: Any) -> None:
 
 
 def _finetune(arguments: argparse.Namespace) -> int:
+    check_out(arguments.out)
     wanted = config_files.load_fine_tune(arguments.config, model=arguments.model)
     if arguments.minutes is not None:
         wanted = config_files.replace(wanted, train=config_files.replace(wanted.train, minutes=arguments.minutes))

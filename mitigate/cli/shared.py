@@ -51,6 +51,13 @@ def study_folder(arguments: argparse.Namespace) -> Path:
     return named if (named / "config.json").is_file() else arguments.results / named
 
 
+def check_out(out: Path) -> None:
+    """ConfigError where a folder of results would lie on or below a file."""
+    there = next(path for path in (out, *out.parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{there} is no folder, and {out} would lie in it; choose another --out")
+
+
 def show_result(out: Path, identity: str, run: Callable[[], Row], weights: Callable[[], str] | None = None) -> int:
     """The result in `out` if it is there, else that of `run`, written there with its phase curve; printed either way.
 
@@ -61,6 +68,7 @@ def show_result(out: Path, identity: str, run: Callable[[], Row], weights: Calla
     from mitigate.files import write_atomic
     from mitigate.report import figures, style, tables
 
+    check_out(out)
     stored = out / "row.json"
     if stored.is_file():
         row = results.read_row(stored)
@@ -71,8 +79,6 @@ def show_result(out: Path, identity: str, run: Callable[[], Row], weights: Calla
         print(f"{out} holds this result already")
     elif out.exists() and not {path.name for path in out.iterdir()} <= _TRIAL_FILES:
         raise ConfigError(f"{out} is not empty and holds no result; choose another --out")
-    elif not (there := next(path for path in (out, *out.parents) if path.exists())).is_dir():
-        raise ConfigError(f"{there} is no folder, and {out} would lie in it; choose another --out")
     else:
         row = run()
         for suffix, content in (("png", style.png), ("svg", style.svg)):
