@@ -168,7 +168,7 @@ class AttachedLayer:
             UnsupportedModel: they are not.
         """
         adapted = self.module.training and any(True for _ in self.module.k_proj.children())  # whose dropout draws again
-        if self._proven or adapted or self._hidden is None or self._pads is not None or torch.compiler.is_compiling():
+        if adapted or self._hidden is None or self._pads is not None or torch.compiler.is_compiling():
             return
         count, past = min(k_BGTD.shape[2], 4), 0 if self._cache is None else self._cache.length - k_BGTD.shape[2]
         if count == 0 or k_BGTD.shape[0] == 0:
@@ -194,8 +194,9 @@ class AttachedLayer:
 
     def attention(self, q_BHTD: torch.Tensor, k_BGMD: torch.Tensor, v_BGMD: torch.Tensor, scale: float) -> torch.Tensor:
         """Attend over [summaries | exact tokens]; returns [B, T, H, D], zeros at left pads. Clears the stash whatever happens."""
-        own = slice(k_BGMD.shape[2] - q_BHTD.shape[2], None)  # over a cache, the call's own tokens come last
-        self._prove(k_BGMD[:, :, own], v_BGMD[:, :, own])
+        if not self._proven:
+            own = slice(k_BGMD.shape[2] - q_BHTD.shape[2], None)  # over a cache, the call's own tokens come last
+            self._prove(k_BGMD[:, :, own], v_BGMD[:, :, own])
         hidden, key, cache, pads = self._hidden, self._key, self._cache, self._pads
         self._hidden = self._key = self._cache = self._pads = None
         if cache is None:
