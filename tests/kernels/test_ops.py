@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import plain_pool
 import pytest
 import torch
 from tiny_models import VARIANTS, attached, tiny, tokens, whole
@@ -30,15 +31,6 @@ def named(grid: Grid) -> dict[str, int]:
 
 
 # pool ------------------------------------------------------------------------------------------------------------------------------------------
-
-
-def plain_pool(z: torch.Tensor | None, u: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The reference, from logits and payload by role."""
-    role = torch.arange(grid[0]) // grid[1]
-    if z is None:
-        z = u.new_zeros(*u.shape[:2], 1, u.shape[3], 1)
-    logits = z.expand(-1, -1, grid[0], -1, -1) if z.shape[2] == 1 else z[:, :, role]
-    return reference.pool(logits, u if u.shape[2] == 1 else u[:, :, role], **named(grid))[0]
 
 
 def pool_parts(grid: Grid, length: int, roles_z: int, roles_u: int, vector: bool, groups: int = 2, dim: int = 3) -> Parts:
@@ -72,7 +64,13 @@ def test_pool_equals_the_reference(vector: bool, dtype: torch.dtype) -> None:
         for length in (1, 7, 29, 41):
             for roles_z, roles_u in {(1, 1), (roles, 1), (roles, roles), (1, roles)}:
                 parts = pool_parts(grid, length, roles_z, roles_u, vector)
-                hold(lambda z, u, grid=grid: ops.pool(z, u, **named(grid))[0], lambda z, u, grid=grid: plain_pool(z, u, grid), parts, dtype, f"{grid} {length}")
+                hold(
+                    lambda z, u, grid=grid: ops.pool(z, u, **named(grid))[0],
+                    lambda z, u, grid=grid: plain_pool.by_role(z, u, grid),
+                    parts,
+                    dtype,
+                    f"{grid} {length}",
+                )
 
 
 @pytest.mark.parametrize("groups", [1, 9])
@@ -81,13 +79,13 @@ def test_pool_with_few_and_many_heads(groups: int) -> None:
     for grid in GRIDS:
         roles = -(-grid[0] // grid[1])
         parts = pool_parts(grid, 41, roles, 1, False, groups=groups, dim=8)
-        hold(lambda z, u, grid=grid: ops.pool(z, u, **named(grid))[0], lambda z, u, grid=grid: plain_pool(z, u, grid), parts, torch.float64, f"{grid}")
+        hold(lambda z, u, grid=grid: ops.pool(z, u, **named(grid))[0], lambda z, u, grid=grid: plain_pool.by_role(z, u, grid), parts, torch.float64, f"{grid}")
 
 
 def test_uniform_gates() -> None:
     for grid in GRIDS:
         (u,) = draw((2, 29, 1, 2, 3))
-        hold(lambda u, grid=grid: ops.pool(None, u, **named(grid))[0], lambda u, grid=grid: plain_pool(None, u, grid), [u], torch.float64, f"{grid}")
+        hold(lambda u, grid=grid: ops.pool(None, u, **named(grid))[0], lambda u, grid=grid: plain_pool.by_role(None, u, grid), [u], torch.float64, f"{grid}")
 
 
 @pytest.mark.parametrize("vector", [False, True])
@@ -107,7 +105,7 @@ def test_packed_sequences_pool_apart() -> None:
     z, u = draw((1, 48, 2, 2, 1), (1, 48, 1, 2, 3))
 
     def apart(z: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-        return torch.cat([plain_pool(a, b, grid) for a, b in zip(z.split(lengths, 1), u.split(lengths, 1), strict=True)], dim=1)
+        return torch.cat([plain_pool.by_role(a, b, grid) for a, b in zip(z.split(lengths, 1), u.split(lengths, 1), strict=True)], dim=1)
 
     hold(lambda z, u: ops.pool(z, u, **named(grid), cu_seqlens=cu)[0], apart, [z, u], torch.float64, "packed")
     nothing = ops.pool(z[:, :0], u[:, :0], **named(grid), cu_seqlens=torch.tensor([0]))
@@ -375,7 +373,7 @@ def test_without_triton_a_gpu_runs_plain_torch(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ops, "has_triton", lambda: False)
     assert ops.backend("cpu") == "torch-cpu-blocked"
     z, u = draw((2, 29, 2, 2, 1), (2, 29, 1, 2, 3))
-    torch.testing.assert_close(ops.pool(z, u, **named((8, 4, -4)))[0], plain_pool(z, u, (8, 4, -4)), atol=1e-12, rtol=0)
+    torch.testing.assert_close(ops.pool(z, u, **named((8, 4, -4)))[0], plain_pool.by_role(z, u, (8, 4, -4)), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["w8s8", "everything", "deepseek-csa", "per-offset-tied", "uniform-stagger", "content-overlap"])

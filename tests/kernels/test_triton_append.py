@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import interpreter
+import plain_pool
 import pytest
 import torch
 from tolerance import assert_as_good_as
 
-from mitigate.kernels import ops, reference, stream, visibility
+from mitigate.kernels import ops, stream, visibility
 
 if interpreter.INSTALLED:
     from mitigate.kernels import append, tiles
@@ -37,15 +38,6 @@ def inputs(grid: Grid, length: int, kind: str, dim: int = 5, groups: int = 2, ba
     return [z, torch.randn(batch, length, roles if kind.endswith("per-role") else 1, groups, dim, generator=generator, dtype=torch.float64)]
 
 
-def plain(z: torch.Tensor, u: torch.Tensor, grid: Grid) -> torch.Tensor:
-    window, stride, origin = grid
-    role = torch.arange(window) // stride
-    if z.shape[2] == 0:
-        z = z.new_zeros(*z.shape[:2], 1, z.shape[3], 1)
-    by_offset = [x[:, :, role] if x.shape[2] > 1 else x.expand(-1, -1, window, -1, -1) for x in (z, u)]
-    return reference.pool(*by_offset, window=window, stride=stride, origin=origin)[0]
-
-
 def start(z: torch.Tensor, u: torch.Tensor, grid: Grid) -> stream.State:
     shape = (u.shape[0], *u.shape[3:])
     return stream.start(*shape, window=grid[0], stride=grid[1], origin=grid[2], channels=z.shape[4] if z.shape[2] else 1)
@@ -64,7 +56,7 @@ def feed(state: stream.State, z: torch.Tensor, u: torch.Tensor, sizes: list[int]
 @pytest.mark.parametrize(("kind", "grid"), list(itertools.islice(zip(itertools.cycle(KINDS), itertools.cycle(GRIDS)), 10)))
 def test_any_split_at_many_grids(kind: str, grid: Grid) -> None:
     z, u = (x.float() for x in inputs(grid, 15, kind))
-    right, usual = plain(z.double(), u.double(), grid), plain(z, u, grid)
+    right, usual = plain_pool.by_role(z.double(), u.double(), grid), plain_pool.by_role(z, u, grid)
     for sizes in ([15], [1], [max(grid[1] - 1, 1), grid[0] + 3]):
         state = start(z, u, grid)
         found = feed(state, z, u, sizes)
@@ -81,7 +73,7 @@ def test_low_precision_with_shipped_tiles(dtype: torch.dtype) -> None:
         z, u = (x.to(dtype) for x in inputs(grid, 45, kind, dim, groups=1, batch=1))
         found = feed(start(z, u, grid), z, u, [7, 1])
         assert found.dtype == dtype
-        assert_as_good_as(found, plain(z, u, grid), plain(z.double(), u.double(), grid), f"{kind} {grid} {dtype}")
+        assert_as_good_as(found, plain_pool.by_role(z, u, grid), plain_pool.by_role(z.double(), u.double(), grid), f"{kind} {grid} {dtype}")
 
 
 def test_the_state_is_that_of_the_plain_stream() -> None:
@@ -114,14 +106,14 @@ def test_logits_far_apart_and_far_from_zero() -> None:
         z, u = (x.float() for x in inputs(grid, 19, "vector"))
         z = z * abs(scale) + scale
         found = feed(start(z, u, grid), z, u, [3])
-        assert_as_good_as(found, plain(z, u, grid), plain(z.double(), u.double(), grid), f"{scale}")
+        assert_as_good_as(found, plain_pool.by_role(z, u, grid), plain_pool.by_role(z.double(), u.double(), grid), f"{scale}")
 
 
 def test_tokens_masked_by_a_logit_of_minus_infinity() -> None:
     grid = (8, 4, -3)
     z, u = (x.float() for x in inputs(grid, 25, "scalar"))
     z[:, ::3] = z[:, 5:13] = float("-inf")
-    right = plain(z.double(), u.double(), grid)
+    right = plain_pool.by_role(z.double(), u.double(), grid)
     assert right.isnan().any()
     torch.testing.assert_close(feed(start(z, u, grid), z, u, [1, 4]).double(), right, atol=1e-6, rtol=0, equal_nan=True)
 
@@ -164,7 +156,7 @@ def test_a_wide_state_is_plain_pytorch() -> None:
     grid = (8, 4, -3)
     z, u = inputs(grid, 15, "scalar")
     state = stream.start(1, 2, 5, window=8, stride=4, origin=-3, wide=torch.float64)
-    torch.testing.assert_close(feed(state, z, u, [4]), plain(z, u, grid), atol=1e-12, rtol=0)
+    torch.testing.assert_close(feed(state, z, u, [4]), plain_pool.by_role(z, u, grid), atol=1e-12, rtol=0)
 
 
 def test_a_small_tile_gives_the_same() -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import interpreter
+import plain_pool
 import pytest
 import torch
 from tolerance import assert_as_good_as, gradients
@@ -35,17 +36,6 @@ def inputs(grid: Grid, length: int, kind: str, dim: int = 5, groups: int = 2, ba
     roles_z = {"uniform": 0, "scalar-shared": 1}.get(kind, roles)
     z = torch.randn(batch, length, roles_z, groups, dim if kind.startswith("vector") else 1, generator=generator, dtype=torch.float64) * scale
     return [z, torch.randn(batch, length, roles if kind.endswith("per-role") else 1, groups, dim, generator=generator, dtype=torch.float64)]
-
-
-def plain(z: torch.Tensor, u: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The reference reads by offset: offset i stands in role i // S."""
-    window, stride, origin = grid
-    role = torch.arange(window) // stride
-    if z.shape[2] == 0:
-        z = z.new_zeros(*z.shape[:2], 1, z.shape[3], 1)
-    z_W = z[:, :, role] if z.shape[2] > 1 else z.expand(-1, -1, window, -1, -1)
-    u_W = u[:, :, role] if u.shape[2] > 1 else u
-    return reference.pool(z_W, u_W, window=window, stride=stride, origin=origin)[0]
 
 
 def from_saved(z: torch.Tensor, u: torch.Tensor, dout: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
@@ -81,11 +71,11 @@ def kernels(z: torch.Tensor, u: torch.Tensor, dout: torch.Tensor, grid: Grid, **
 def compare(parts: Sequence[torch.Tensor], grid: Grid, dtype: torch.dtype, gate_dtype: torch.dtype | None = None, **rest: object) -> None:
     dtypes = (gate_dtype or dtype, dtype)
     leaves = [x.to(kind).double().requires_grad_() for x, kind in zip(parts, dtypes, strict=True)]
-    exact = plain(*leaves, grid)
+    exact = plain_pool.by_role(*leaves, grid)
     weight = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype).double()
     wanted = [exact, *gradients(exact, weight, leaves)]
     low = [x.detach().to(kind).requires_grad_() for x, kind in zip(leaves, dtypes, strict=True)]
-    theirs = plain(*low, grid)
+    theirs = plain_pool.by_role(*low, grid)
     saved = from_saved(*low, weight.to(dtype), grid)
     usual = [[theirs], *zip(gradients(theirs, weight, low), saved, strict=True)]
     ours = kernels(*(x.detach() for x in low), weight.to(dtype), grid, **rest)
@@ -202,13 +192,13 @@ def test_tokens_masked_by_a_logit_of_minus_infinity(kind: str) -> None:
     z[:, 1::3] = float("-inf")
     dout = torch.ones(2, visibility.num_windows(25, *grid), 2, 5)
     out, dz, du = kernels(z, u, dout, grid)
-    right = plain(z.double(), u.double(), grid)
+    right = plain_pool.by_role(z.double(), u.double(), grid)
     torch.testing.assert_close(out.double(), right, atol=1e-6, rtol=0)
     assert not dz[:, 1::3].any()
     assert not du[:, 1::3].any()
     z[:, 5:13] = float("-inf")
     found, _ = pool.pool_fwd(z, u, window=8, stride=4, origin=-3)
-    torch.testing.assert_close(found.double(), plain(z.double(), u.double(), grid), atol=1e-6, rtol=0, equal_nan=True)
+    torch.testing.assert_close(found.double(), plain_pool.by_role(z.double(), u.double(), grid), atol=1e-6, rtol=0, equal_nan=True)
 
 
 def test_a_last_dimension_with_gaps_is_refused() -> None:
