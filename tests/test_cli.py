@@ -140,7 +140,7 @@ def test_a_bad_trial_config_is_one_line_and_changes_nothing(
         (["verify", "search.toml"], "is no bundle"),
         (["front", "tinny"], "did you mean 'tiny'?"),
         (["export", "tiny", "--trial", "1", "--to", "search.toml/sub"], "not a directory"),
-        (["trial", "search.toml", "--out", "search.toml"], "not a directory"),
+        (["trial", "search.toml", "--out", "search.toml"], "search.toml is no folder; choose another --out"),
     ],
 )
 def test_bad_arguments_are_one_line_and_change_nothing(workspace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

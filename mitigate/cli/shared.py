@@ -55,7 +55,8 @@ def check_out(out: Path) -> None:
     """ConfigError where a folder of results would lie on or below a file."""
     there = next(path for path in (out, *out.parents) if path.exists())
     if not there.is_dir():
-        raise ConfigError(f"{there} is no folder, and {out} would lie in it; choose another --out")
+        below = "" if there == out else f", and {out} would lie in it"
+        raise ConfigError(f"{there} is no folder{below}; choose another --out")
 
 
 def show_result(out: Path, identity: str, run: Callable[[], Row], weights: Callable[[], str] | None = None) -> int:
