@@ -132,9 +132,12 @@ class Attachment:
         Raises:
             UnsupportedModel: another variant was attached meanwhile, and still is.
         """
-        save, attached = self._save, bool(self._handles)
+        if not self._handles:  # full attention, or already off: whoever took it off says when it is on again
+            yield
+            return
+        save = self._save
         self.detach()
-        self._returns = attached
+        self._returns = True
         try:
             yield
         finally:

@@ -102,6 +102,11 @@ def test_removed_for_a_while(qwen3: PreTrainedModel) -> None:
                 assert torch.equal(whole(qwen3, ids), plain)
                 assert traces(qwen3) == before
             assert torch.equal(whole(qwen3, ids), compressed)
+            with on.removed():
+                with on.removed():
+                    assert torch.equal(whole(qwen3, ids), plain)
+                assert torch.equal(whole(qwen3, ids), plain), "still within the outer one"
+            assert torch.equal(whole(qwen3, ids), compressed)
             with pytest.raises(ZeroDivisionError), on.removed():
                 raise ZeroDivisionError
             assert torch.equal(whole(qwen3, ids), compressed)
