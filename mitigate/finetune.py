@@ -9,7 +9,6 @@ Shapes: B sequences, T tokens, A positions whose next token is asked for, V voca
 from __future__ import annotations
 
 import copy
-import io
 import json
 import math
 import pickle
@@ -27,10 +26,10 @@ from torch.nn import functional as F
 
 from mitigate import score
 from mitigate.bases import Pretrained
+from mitigate.checkpoint import write_checkpoint
 from mitigate.config import ConfigError, VariantConfig, content_hash
 from mitigate.config_finetune import FineTuneConfig, TuneConfig
 from mitigate.evaluate import check_vocabulary, recorded
-from mitigate.files import write_atomic
 from mitigate.perplexity import check_length, check_tokens
 from mitigate.readout import logits_at
 from mitigate.surgery import Attachment, attach
@@ -330,7 +329,6 @@ class _Run:
         """Everything that `restore` needs, whole or not at all. The model's own weights are in it as far as they are trained."""
         named = dict(self.attached.model.named_parameters())
         state = {
-            "identity": identity,
             "compressors": self.attached.compressors.state_dict(),
             "model": {name: named[name].detach() for name in trained_names(self.attached, self.settings.what)},
             "optimizer": self.optimizer.state_dict(),
@@ -340,9 +338,7 @@ class _Run:
             "steps": [asdict(step) for step in self.steps],
             "watched": [asdict(watched) for watched in self.watched],
         }
-        stream = io.BytesIO()
-        torch.save(state, stream)
-        write_atomic(path, stream.getvalue())
+        write_checkpoint(path, identity, state)
 
     @torch.no_grad()
     def restore(self, path: Path, identity: str) -> None:
