@@ -96,15 +96,15 @@ def check_banks(
     """
     if len({x is None for x in (kb, vb, pos_b)}) > 1:
         raise ValueError(f"{kernel}: kb, vb and pos_b come together")
-    if pos_b is not None:
-        check_tensor(kernel, "pos_b", pos_b)
-    if kb is not None and pos_b is not None and pos_b.shape[-1:] != kb.shape[1:2]:
-        raise ValueError(f"{kernel}: pos_b must name {kb.shape[1]} positions, got shape {tuple(pos_b.shape)}")
     tensors = {"ks": ks, "vs": vs, "k": k, "v": v, "kb": kb, "vb": vb}
     check_dims(kernel, layout, q=q)
     for name, x in tensors.items():
         rows = {"s": "N", "b": "P"}.get(name[1:], "T")
         check_dims(kernel, f"B{rows}G{'D' if name[0] == 'k' else 'V'}", **{name: x})
+    if kb is not None and pos_b is not None:
+        check_tensor(kernel, "pos_b", pos_b)
+        if pos_b.shape[-1:] != kb.shape[1:2]:
+            raise ValueError(f"{kernel}: pos_b must name {kb.shape[1]} positions, got shape {tuple(pos_b.shape)}")
     check_floats(kernel, q=q)
     check_dtype(kernel, q, **tensors)
     heads, groups = q.shape[-2], k.shape[2]

@@ -198,6 +198,7 @@ def test_append_refuses_and_changes_nothing(changes: dict[str, Any], words: str)
         (pool, {"cu_seqlens": [0, 30]}, r"pool: cu_seqlens must be a tensor, got list"),
         (attend, {"k_BTGD": ZEROS(1, 30, 3, 8).numpy()}, r"attend: k must be a tensor, got ndarray"),
         (attend, bank(pos_b=[0, 1]), r"attend: pos_b must be a tensor, got list"),
+        (attend, bank(kb_BPGD=[0, 1]), r"attend: kb must be a tensor, got list"),
         (decode, {"q_BHD": 1.0}, r"decode: q must be a tensor, got float"),
         (append, {"z_BTZGE": "z"}, r"append: z must be a tensor, got str"),
     ],
