@@ -18,7 +18,7 @@ from mitigate import pareto, requirements
 from mitigate.config_files import from_dict
 from mitigate.config_search import SearchConfig
 from mitigate.results import read_config, read_rows
-from mitigate.search.study import recorded_trials
+from mitigate.search.journal import recorded_trials
 
 RECENT = 20  # finished trials that the rate is taken from
 

@@ -3,7 +3,7 @@
 A study folder holds
 
     config.json     the canonical SearchConfig
-    study.journal   Optuna's journal; this module alone writes it, and `read_journal` reads it without writing
+    study.journal   Optuna's journal, see `journal`; this module alone writes it
     driver.lock     held while a driver runs, with its process id and host
     trials/NNNN/    result.json (a Row), rung-R.json on the way there, and whatever the trial writes
     orphans/        trial folders whose proposal a damaged journal lost
@@ -16,24 +16,21 @@ a requirement is COMPLETE, with the amount as a constraint.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import socket
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import filelock
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.storages import JournalStorage
-from optuna.storages.journal import BaseJournalBackend, JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from mitigate import pareto, requirements
@@ -44,6 +41,8 @@ from mitigate.files import write_atomic
 from mitigate.requirements import Requirement
 from mitigate.results import require_trials
 from mitigate.rows import Row
+from mitigate.search import journal as journal_file
+from mitigate.search.journal import Journal
 from mitigate.search.space import Check, Choice, SearchSpace, variant_key
 from mitigate.search.workers import objective_values, read_result
 
@@ -371,7 +370,7 @@ class StudyOwner:
         folder, orphans = self.trial_folder(number), self.folder / "orphans"
         if folder.exists() and any(folder.iterdir()):  # a checkpoint alone would be gone on from
             orphans.mkdir(exist_ok=True)
-            folder.rename(_unused(orphans, folder.name))
+            folder.rename(journal_file.unused(orphans, folder.name))
 
 
 def anchor_variants(config: SearchConfig) -> list[tuple[str, VariantConfig]]:
@@ -526,10 +525,7 @@ def _show(value: Any, width: int = 48) -> str:
 
 
 def _load(folder: Path, config: SearchConfig, space: SearchSpace) -> optuna.Study:
-    path = folder / "study.journal"
-    _drop_stale_locks(path)  # the driver lock is ours, so no driver holds them
-    repair_journal(path)
-    return _study_in(_storage(JournalFileBackend(str(path)), path), path, config, space)
+    return _study_in(journal_file.open_journal(folder), folder / journal_file.FILE, config, space)
 
 
 def _study_in(storage: JournalStorage, path: Path, config: SearchConfig, space: SearchSpace) -> optuna.Study:
@@ -544,63 +540,6 @@ def _study_in(storage: JournalStorage, path: Path, config: SearchConfig, space: 
         study = optuna.create_study(study_name=config.name, storage=storage, sampler=sampler, directions=DIRECTIONS)
     _require_same_study(study, path.parent, _guard(config, space))
     return study
-
-
-def _storage(backend: BaseJournalBackend, path: Path) -> JournalStorage:
-    try:
-        return JournalStorage(backend)
-    except (KeyError, TypeError, ValueError, AssertionError) as error:  # a line that is JSON and no record
-        raise ConfigError(f"{path} is damaged: a record of it is none of Optuna's ({type(error).__name__}: {error})") from None
-
-
-class Journal(NamedTuple):
-    """A journal as it was when `read_journal` read it.
-
-    Attributes:
-        records: those before the first damaged line.
-        damaged: number of that line and of all lines; None where there is none but a last one, which a driver may be writing.
-    """
-
-    path: Path
-    records: tuple[dict[str, Any], ...]
-    damaged: tuple[int, int] | None
-
-    def storage(self) -> JournalStorage:
-        """Optuna's view of the records. What is written to it goes nowhere."""
-        return _storage(_InMemory(self.records), self.path)
-
-
-class _InMemory(BaseJournalBackend):
-    def __init__(self, records: Sequence[dict[str, Any]]) -> None:
-        self._records = list(records)
-
-    def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
-        return self._records[log_number_from:]
-
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        self._records += logs
-
-
-def read_journal(folder: Path) -> Journal:
-    """The journal of a study folder, without writing; empty where there is none."""
-    path = folder / "study.journal"
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    bad = _first_damaged(lines)
-    records = tuple(json.loads(line) for line in lines[:bad])
-    return Journal(path, records, None if bad is None or bad == len(lines) - 1 else (bad + 1, len(lines)))
-
-
-def recorded_trials(folder: Path) -> list[FrozenTrial]:
-    """The trials in a folder's journal, without writing; none where it holds no study. ConfigError if it is damaged before its last line."""
-    journal = read_journal(folder)
-    if journal.damaged is not None:
-        raise _damage(journal.path, *journal.damaged)
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = journal.storage()
-    names = optuna.get_all_study_names(storage)
-    if len(names) != 1:
-        return []
-    return optuna.load_study(study_name=names[0], storage=storage, sampler=optuna.samplers.RandomSampler()).get_trials()
 
 
 def _guard(config: SearchConfig, space: SearchSpace) -> dict[str, Any]:
@@ -633,62 +572,3 @@ def _require_same_study(study: optuna.Study, folder: Path, guard: dict[str, Any]
 
 def _readable(guard: dict[str, Any]) -> dict[str, Any]:
     return guard | {"config": json.loads(guard.get("config", "{}"))}
-
-
-def _drop_stale_locks(path: Path) -> None:
-    for left in (path.parent / f"{path.name}.lock", *path.parent.glob(f"{path.name}.lock*.rename")):
-        with contextlib.suppress(FileNotFoundError):
-            left.unlink()
-
-
-def repair_journal(path: Path) -> Path | None:
-    """Cut off a last line that a kill left incomplete, after a copy; a whole record that lacks its newline gets it.
-
-    Returns:
-        The copy, None where nothing was cut.
-
-    Raises:
-        ConfigError: a line before the last is damaged.
-    """
-    data = path.read_bytes() if path.exists() else b""
-    lines = data.splitlines(keepends=True)
-    bad = _first_damaged(lines)
-    if bad is None:
-        if data and not data.endswith(b"\n"):
-            _append_newline(path)
-        return None
-    if bad != len(lines) - 1:
-        raise _damage(path, bad + 1, len(lines))
-    copy = _unused(path.parent, f"{path.name}.torn")
-    copy.write_bytes(data)
-    with path.open("r+b") as file:
-        file.truncate(len(data) - len(lines[-1]))
-        file.flush()
-        os.fsync(file.fileno())
-    return copy
-
-
-def _first_damaged(lines: list[bytes]) -> int | None:
-    return next((i for i, line in enumerate(lines) if not _is_record(line)), None)
-
-
-def _damage(path: Path, line: int, lines: int) -> ConfigError:
-    return ConfigError(f"{path} is damaged in line {line} of {lines}; restore it from a copy or start under another name")
-
-
-def _append_newline(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _is_record(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
-
-
-def _unused(parent: Path, name: str) -> Path:
-    return next(path for i in range(1, 10_000) if not (path := parent / f"{name}.{i}").exists())

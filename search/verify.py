@@ -13,9 +13,10 @@ from pathlib import Path
 from mitigate.config_files import from_dict
 from mitigate.config_search import SearchConfig
 from mitigate.results import read_config
+from mitigate.search.journal import Journal, read_journal
 from mitigate.search.rungs import derived_promotions
 from mitigate.search.space import SearchSpace, variant_key
-from mitigate.search.study import Journal, StudyOwner, read_journal, registry_check
+from mitigate.search.study import StudyOwner, registry_check
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,9 @@ from optuna.trial import TrialState
 from mitigate.config import ConfigError, VariantConfig, canonical_json
 from mitigate.config_search import SearchConfig
 from mitigate.results import read_rows, write_tables
+from mitigate.search.journal import repair_journal
 from mitigate.search.space import SearchSpace, variant_key
-from mitigate.search.study import DIRECTIONS, HV_REFERENCE, METRICS, Proposal, StudyBusyError, StudyOwner, anchor_variants, check_anchors, repair_journal
+from mitigate.search.study import DIRECTIONS, HV_REFERENCE, METRICS, Proposal, StudyBusyError, StudyOwner, anchor_variants, check_anchors
 from mitigate.search.workers import Task, failure_row, read_result, write_result
 
 Make = Callable[..., SearchConfig]
